@@ -77,7 +77,7 @@ class Calibration:
         mlp = SIZES["intermediate_size"]
         model = replace(ModelShape.llama(layers, hidden, mlp, 4, 4, 1024, 64))
         flops = 6.0 * (
-            layers * (model.before + model.after) + model.head
+            layers * (model.before_attention + model.after_attention) + model.head
         )  # forward and backward of a token
         links = Links(self.link, self.link)
         profile = DeviceProfile(

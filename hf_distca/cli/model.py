@@ -77,7 +77,7 @@ def config_of_shape(shape: ModelShape) -> LlamaConfig:
     output = shape.hidden * kind.q_heads * kind.dim_v
     return LlamaConfig(
         hidden_size=shape.hidden,
-        intermediate_size=(shape.after - output) // (3 * shape.hidden),
+        intermediate_size=(shape.after_attention - output) // (3 * shape.hidden),
         num_hidden_layers=shape.depth,
         num_attention_heads=kind.q_heads,
         num_key_value_heads=kind.kv_heads,
@@ -101,7 +101,9 @@ def mixing_of(
     return {
         "layers": shape.layers,
         "runs": int(np.sum([cut.runs for cut in cuts], axis=0).max()),
-        "runs_unpacked": int(np.sum([cut.segments + cut.whole for cut in cuts], axis=0).max()),
+        "runs_unpacked": int(
+            np.sum([cut.segments + cut.uncut_documents for cut in cuts], axis=0).max()
+        ),
         "segments": int(np.sum([cut.segments for cut in cuts])),
         "state_bytes": shape.state_bytes,
         "bytes_bottleneck": sum(cut.bytes_moved(halo, shape.state_bytes) for cut in cuts),

@@ -64,7 +64,7 @@ def model_shape(model: nn.Module) -> ModelShape:
     # 2. All else comes after it. Mixing modules are counted by themselves.
     numbers_after = int(sum(weights_met(base).values()) - numbers_before)
     if mixing is not None:
-        numbers_after -= mixing.layers * (mixing.before + mixing.after)
+        numbers_after -= mixing.layers * (mixing.before_mixing + mixing.after_mixing)
     head = base.get_output_embeddings()
     numbers_of_head = 0 if head is None else count_of(head.weight)
     return ModelShape(

@@ -1,15 +1,16 @@
 """Counts of a plan that its prediction needs: tasks of each group, and rows that travel."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from math import ceil
 
 import numpy as np
 from numpy.typing import NDArray
 
 from hf_distca.plan import AttentionKind, Plan
 from hf_distca.plan.cost import RowBytes, pairs
-from hf_distca.plan.intervals import IntArray, row_counts
+from hf_distca.plan.intervals import IntArray, Table, row_counts
 from hf_distca.plan.metrics import RowsMoved, rows_between, rows_by_link
 from hf_distca.plan.moves import rows_to_move
 from hf_distca.predict.seconds import DIAGONAL_ROWS, Tasks
@@ -36,14 +37,16 @@ class CountedPlan:
 
     @property
     def forward_bytes(self) -> IntArray:
-        """[2, 2, workers] bytes of one layer's forward by link and direction, as in `bytes_by_link`."""
-        return self.among_ranks.forward_bytes(self.row_bytes) + self.with_servers.forward_bytes(
-            self.row_bytes
-        )
+        """[2, 2, workers] bytes of one layer's forward, as in `bytes_by_link`."""
+        among_ranks = self.among_ranks.forward_bytes(self.row_bytes)
+        return among_ranks + self.with_servers.forward_bytes(self.row_bytes)
 
     @cached_property
     def most_of_ranks(self) -> tuple[IntArray, IntArray]:
-        """Query rows, and K/V rows: [2, ranks] by link, the larger of what each rank sends and receives."""
+        """Query rows, and K/V rows, of the exchanges among ranks.
+
+        Both are [2, ranks] by link: the larger of what each rank sends and receives.
+        """
         moved = self.among_ranks
         return moved.queries.max(axis=1)[:, : self.ranks], moved.keys.max(axis=1)[:, : self.ranks]
 
@@ -56,57 +59,118 @@ class CountedPlan:
 def count_plan(
     plan: Plan, kind: AttentionKind, bytes_per_value: int, nodes: Sequence[int] | None = None
 ) -> CountedPlan:
-    """Count a plan's tasks and rows, for [workers] nodes.
-
-    None for the plan's nodes, or one node for all.
+    """Count a plan's tasks and rows.
 
     If K/V rows travel in stages, every stage is taken to be full; uneven stages may take one more.
+
+    Args:
+        nodes: [workers] node of each worker; None for the plan's nodes, or for one node of all.
     """
     nodes = nodes or plan.nodes or (0,) * plan.workers
     ranks = plan.layout.ranks
-    tasks, first, second = rows_to_move(replace(plan, stage_rows=None))
-    rows, here = row_counts(tasks), tasks["source"] == tasks["target"]
-    sent, in_place = tasks["keys_stop"] - tasks["keys_start"], tasks["stop"] - tasks["keys_stop"]
-    every = pairs(tasks["start"], tasks["stop"], plan.window)
-    inside = np.where(in_place > 0, pairs(in_place - rows, in_place, plan.window), 0)
-    diagonal = rows * np.minimum(rows, DIAGONAL_ROWS)
+    tasks, first_hop, second_hop = rows_to_move(replace(plan, stage_rows=None))
 
-    def summed(
-        chosen: NDArray[np.bool_], keys: IntArray, amount: IntArray, diagonal: IntArray
-    ) -> Tasks:
-        amounts = (each * chosen for each in (rows, keys, amount, diagonal, np.ones_like(rows)))
-        counts = (
-            np.bincount(tasks["target"], each, plan.workers).astype(np.float64) for each in amounts
-        )
-        of_rows, of_keys, of_pairs, of_diagonal, count = counts
-        return Tasks(of_rows, of_keys, of_pairs, (count > 0).astype(np.float64), of_diagonal, count)
+    # Rows that travel. Servers get their rows in exchanges of their own.
+    queries = rows_between(plan.workers, tasks)
+    keys = rows_between(plan.workers, first_hop, second_hop)
+    is_server = np.arange(plan.workers) >= ranks
+    to_ranks = [queries * ~is_server, keys * ~is_server]
+    to_servers = [queries * is_server, keys * is_server]
+    moved = rows_by_link([*to_ranks, *to_servers], nodes)
+    among_ranks, with_servers = RowsMoved(*moved[:2]), RowsMoved(*moved[2:])
+    stages = 1
+    if plan.stage_rows is not None:
+        stages = max(ceil(among_ranks.most_keys / plan.stage_rows), 1)
 
-    queries, keys = (rows_between(plan.workers, *each) for each in ([tasks], [first, second]))
-    to_server = np.arange(plan.workers) >= ranks  # servers get their rows in exchanges apart
-    moved = [each * received for received in (~to_server, to_server) for each in (queries, keys)]
-    by_link = rows_by_link(moved, nodes)
-    among_ranks, with_servers = RowsMoved(*by_link[:2]), RowsMoved(*by_link[2:])
-    # Ranks that exchange rows, directly or over other ranks, get the lowest number of any of them.
-    linked = (queries + keys)[:ranks, :ranks] > 0
-    linked |= linked.T | np.eye(ranks, dtype=bool)
-    lowest, before = np.arange(ranks), np.zeros(0, np.int64)
-    while not np.array_equal(lowest, before):
-        before, lowest = lowest, np.where(linked, lowest, ranks).min(axis=1)
-        lowest = lowest[lowest]
-    held = keys[:, :ranks]
+    local, remote_kv, remote_query = _groups_of_tasks(tasks, plan)
+    keys_of_ranks = keys[:, :ranks]
+    sent_keys, received_keys = keys_of_ranks.sum(axis=1), keys_of_ranks.sum(axis=0)
     return CountedPlan(
-        local=summed(in_place > 0, in_place, inside, diagonal),
-        remote_kv=summed(here & (sent > 0), sent, every - inside, np.zeros_like(rows)),
-        remote_query=summed(~here, sent, every, diagonal),
+        local=local,
+        remote_kv=remote_kv,
+        remote_query=remote_query,
         among_ranks=among_ranks,
         with_servers=with_servers,
         row_bytes=RowBytes.of_kind(kind, bytes_per_value),
-        stages=1
-        if plan.stage_rows is None
-        else max(-(-among_ranks.most_keys // plan.stage_rows), 1),
-        most_rows=int(max(held.sum(axis=0).max(), held.sum(axis=1).max())),
+        stages=stages,
+        most_rows=int(max(received_keys.max(), sent_keys.max())),
         ranks=ranks,
         forwards=plan.nodes is not None,
         windowed=plan.window is not None,
-        connected=lowest,
+        connected=_connected((queries + keys)[:ranks, :ranks]),
     )
+
+
+def count_plans(
+    plans: Mapping[AttentionKind, Plan], bytes_per_value: int, nodes: Sequence[int]
+) -> dict[AttentionKind, CountedPlan]:
+    """Count the plans of a nano-batch, one for each kind of attention."""
+    return {kind: count_plan(plan, kind, bytes_per_value, nodes) for kind, plan in plans.items()}
+
+
+def _groups_of_tasks(tasks: Table, plan: Plan) -> tuple[Tasks, Tasks, Tasks]:
+    """Return the counts of local, remote-KV and remote-query tasks of all workers.
+
+    Args:
+        tasks: of `rows_to_move`. Rows [start, stop) have their queries on `source` and are computed
+            on `target`. Of their K/V rows, those up to `keys_stop` are received, others are held.
+    """
+    rows = row_counts(tasks)
+    has_own_queries = tasks["source"] == tasks["target"]
+    received_keys = tasks["keys_stop"] - tasks["keys_start"]
+    held_keys = tasks["stop"] - tasks["keys_stop"]
+    all_pairs = pairs(tasks["start"], tasks["stop"], plan.window)
+    # Queries end where their held keys end.
+    held_pairs = np.where(held_keys > 0, pairs(held_keys - rows, held_keys, plan.window), 0)
+    diagonal = rows * np.minimum(rows, DIAGONAL_ROWS)
+
+    def counted(
+        chosen: NDArray[np.bool_], keys: IntArray, pair_count: IntArray, diagonal_rows: IntArray
+    ) -> Tasks:
+        """Return [workers] sums over the chosen tasks."""
+
+        def total(amount: IntArray) -> NDArray[np.float64]:
+            sums = np.bincount(tasks["target"], amount * chosen, plan.workers)
+            return sums.astype(np.float64)
+
+        count = total(np.ones_like(rows))
+        return Tasks(
+            rows=total(rows),
+            keys=total(keys),
+            pairs=total(pair_count),
+            calls=(count > 0).astype(np.float64),
+            diagonal=total(diagonal_rows),
+            tasks=count,
+        )
+
+    return (
+        counted(held_keys > 0, held_keys, held_pairs, diagonal),
+        # The diagonal of these tasks is computed with their held keys.
+        counted(
+            has_own_queries & (received_keys > 0),
+            received_keys,
+            all_pairs - held_pairs,
+            np.zeros_like(rows),
+        ),
+        counted(~has_own_queries, received_keys, all_pairs, diagonal),
+    )
+
+
+def _connected(rows: IntArray) -> IntArray:
+    """Return [ranks] the same number for ranks that exchange rows, directly or over other ranks.
+
+    The number is the lowest of these ranks.
+
+    Args:
+        rows: [ranks, ranks] that go from each rank to each rank.
+    """
+    ranks = len(rows)
+    linked = rows > 0
+    linked |= linked.T | np.eye(ranks, dtype=bool)
+    lowest, previous = np.arange(ranks), np.zeros(0, np.int64)
+    while not np.array_equal(lowest, previous):
+        previous = lowest
+        # The lowest number of any linked rank, and then the lowest that this rank knows itself.
+        lowest = np.where(linked, lowest, ranks).min(axis=1)
+        lowest = lowest[lowest]
+    return lowest

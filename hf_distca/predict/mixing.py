@@ -1,11 +1,10 @@
-"""Prediction of layers that mix rows in order: their computation, and the exchanges of cut documents.
+"""Prediction of layers that mix rows in order, and of the exchanges of cut documents.
 
 Arrays are [ranks] seconds unless they say otherwise.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,7 +23,7 @@ class CountedCuts:
     cut: IntArray  # rows of cut documents
     continued: IntArray  # rows of segments with earlier segments
     segments: IntArray  # segments of cut documents
-    whole: IntArray  # documents that are not cut
+    uncut_documents: IntArray
     # [2, ranks] within and between nodes: the larger number of halos that a rank sends and
     # receives.
     halos: IntArray
@@ -32,54 +31,109 @@ class CountedCuts:
 
     @property
     def runs(self) -> IntArray:
-        """[ranks] runs of a recurrence's kernel that takes packed documents: whole documents share one."""
-        return self.segments + (self.whole > 0)
+        """[ranks] runs of a recurrence's kernel on packed documents.
+
+        All uncut documents of a rank share one run.
+        """
+        return self.segments + (self.uncut_documents > 0)
 
     def bytes_moved(self, halo: float, state: float) -> float:
-        """Return the busiest rank's bytes in a layer's forward, for the bytes of a halo and of a pair of A and B."""
+        """Return the busiest rank's bytes in a layer's forward.
+
+        Args:
+            halo: bytes of a halo.
+            state: bytes of a pair of A and B.
+        """
         return float((halo * self.halos + state * self.states).sum(axis=0).max())
 
 
 def count_cuts(layout: Layout, nodes: Sequence[int]) -> CountedCuts:
-    """Count the segments of a layout and the messages between them, from [workers] nodes, ranks first."""
+    """Count the segments of a layout, and the messages between them.
+
+    Args:
+        nodes: [workers] node of each worker, ranks first.
+    """
     ranks = layout.ranks
-    order, nth, earlier, later = chained(layout.segments)
+    order, position, earlier, later = chained(layout.segments)
     segments = layout.segments.take(order)
     rank, rows = segments["rank"], row_counts(segments)
     is_cut = rows < layout.lengths[segments["document"]]
+    is_continued = position > 0
 
-    def messages(source: IntArray, target: IntArray) -> IntArray:
-        away, node = source != target, np.asarray(nodes)
-        link = np.where(node[source] == node[target], 0, ranks)[away]
-        of_ends = [np.bincount(link + ends[away], minlength=2 * ranks) for ends in (source, target)]
-        return np.maximum(*of_ends).reshape(2, ranks)
+    def sums(values: NDArray[np.int64] | NDArray[np.bool_]) -> IntArray:
+        """Return [ranks] the sum of a value of each segment."""
+        return np.bincount(rank, values, ranks).astype(np.int64)
 
-    continued = np.flatnonzero(nth > 0)
-    cut, follow, segments_cut, whole = (
-        np.bincount(rank, values, ranks).astype(np.int64)
-        for values in (rows * is_cut, rows * (nth > 0), is_cut, ~is_cut)
+    # A segment gets its halo from the segment before it, which is the one before it in `order`.
+    continued = np.flatnonzero(is_continued)
+    node_of_workers = np.asarray(nodes)
+    return CountedCuts(
+        rows=layout.tokens,
+        cut=sums(rows * is_cut),
+        continued=sums(rows * is_continued),
+        segments=sums(is_cut),
+        uncut_documents=sums(~is_cut),
+        halos=_messages(rank[continued - 1], rank[continued], ranks, node_of_workers),
+        states=_messages(rank[earlier], rank[later], ranks, node_of_workers),
     )
-    halos, states = (
-        messages(rank[continued - 1], rank[continued]),
-        messages(rank[earlier], rank[later]),
+
+
+def _messages(source: IntArray, target: IntArray, ranks: int, nodes: IntArray) -> IntArray:
+    """Return [2, ranks] by link: the larger number of messages that each rank sends and receives.
+
+    Args:
+        source: [messages] sending rank.
+        target: [messages] receiving rank; a message to the same rank does not travel.
+        nodes: [workers] node of each worker.
+    """
+    travels = source != target
+    # Messages inside a node are counted at [0, ranks), those between nodes at [ranks, 2 · ranks).
+    link = np.where(nodes[source] == nodes[target], 0, ranks)[travels]
+    sent, received = (
+        np.bincount(link + end[travels], minlength=2 * ranks) for end in (source, target)
     )
-    return CountedCuts(layout.tokens, cut, follow, segments_cut, whole, halos, states)
+    return np.maximum(sent, received).reshape(2, ranks)
 
 
-_Act = tuple[int, FloatArray | float, bool, FloatArray, NDArray[Any] | None, FloatArray | float]
-"""Nano-batch, seconds, whether to wait for an exchange, seconds, [2, ranks] bytes to send by link,
-seconds."""
+@dataclass(frozen=True, eq=False)
+class _Computation:
+    """Seconds of the parts of a nano-batch's mixing layer, in the order of the forward."""
+
+    first: FloatArray  # all rows before the convolution
+    cut: FloatArray  # convolution and recurrence of cut documents
+    uncut: FloatArray  # convolution and recurrence of documents that are not cut
+    last: FloatArray  # all rows after the recurrence
+
+
+@dataclass(frozen=True, eq=False)
+class _Act:
+    """Part of a nano-batch's mixing layer from one exchange to the next.
+
+    Uncut documents wait for nothing, so they are computed where ranks would wait for states.
+    """
+
+    nano_batch: int
+    seconds: FloatArray  # of the computation that needs the nano-batch's last exchange
+    waits: bool  # whether there is such an exchange
+    sent: FloatArray | None  # [2, ranks] bytes that are sent afterwards, by link
+    uncut_before: FloatArray | float = 0.0  # of uncut documents before the wait
+    uncut_after: FloatArray | float = 0.0  # of uncut documents after the sending
 
 
 class MixingLayers:
     """Mixing layers between two layers with attention, in one direction on all ranks.
 
     Args:
+        nano_batches: one or two, in the order of their rows.
         costs: of a layer's forward.
         layers: number of mixing layers for each layer with attention.
         launches: seconds of a layer's forward per nano-batch, whatever its size.
         factor: [ranks] time of computation in this direction on each rank, as a multiple of its
             costs.
+
+    Attributes:
+        computed: seconds of computation.
+        waited: seconds of waits for exchanges in the last `walk`.
     """
 
     def __init__(
@@ -93,65 +147,113 @@ class MixingLayers:
         factor: FloatArray,
     ) -> None:
         self._layers, self._links = layers, links
-        self._exchanges = any(nano.states.any() for nano in nano_batches)
-        launch = (
-            launches if self._exchanges else launches / len(nano_batches)
-        )  # without cuts one call has all rows
+        self._exchanges = any(counted.states.any() for counted in nano_batches)
         self.computed: FloatArray = np.zeros_like(factor)
-        self.waited: FloatArray = np.zeros_like(factor)  # for exchanges in `walk`
-        # A nano-batch has three acts. The whole documents of both nano-batches lie between the
-        # sending of states and the wait for them.
-        every: list[list[_Act]] = []
-        for index, nano in enumerate(nano_batches):
-            first, last = costs.before * nano.rows + launch, costs.after * nano.rows
-            cut = (
-                costs.mix * nano.cut + costs.continued * nano.continued + costs.run * nano.segments
+        self.waited: FloatArray = np.zeros_like(factor)
+
+        # Without cuts one call has the rows of all nano-batches, and is launched once.
+        launch = launches if self._exchanges else launches / len(nano_batches)
+        acts: list[list[_Act]] = []
+        for index, counted in enumerate(nano_batches):
+            computation = _computation(counted, costs, launch, factor)
+            self.computed += layers * (
+                computation.first + computation.cut + computation.uncut + computation.last
             )
-            whole = costs.mix * (nano.rows - nano.cut) + costs.run * (nano.whole > 0)
-            first, cut, whole, last = (factor * seconds for seconds in (first, cut, whole, last))
-            self.computed += layers * (first + cut + whole + last)
-            halos, states = costs.halo * nano.halos, costs.state * nano.states
-            own, other = (whole, 0.0) if index == 0 else (0.0, whole)
-            if direction == "forward":
-                acts = [
-                    (0, False, first, halos, 0),
-                    (0, True, cut, states, other),
-                    (own, True, last, None, 0),
-                ]
-            else:
-                acts = [
-                    (0, False, last, states, own),
-                    (other, True, cut, halos, 0),
-                    (0, True, first, None, 0),
-                ]
-            every.append([(index, *act) for act in acts])
-        in_order = every if direction == "forward" else reversed(every)
-        self._acts = [act for acts_of_all in zip(*in_order, strict=True) for act in acts_of_all]
+            acts.append(_acts(index, counted, costs, computation, direction))
+        # Nano-batches take turns; the second one begins the backward.
+        if direction == "backward":
+            acts.reverse()
+        self._acts = [act for turn in zip(*acts, strict=True) for act in turn]
 
     def walk(self, clock: FloatArray) -> FloatArray:
         """Return the time after the layers on each rank, from the time before them."""
         if not self._exchanges:
             return clock + self.computed
-        begun, waited, free = clock, np.zeros_like(clock), np.zeros((2, len(clock)))
-        arrives: dict[int, FloatArray] = {}
-        for nano, early, waits, seconds, size, late in self._acts:
-            clock = clock + early
-            if waits:
-                waited += np.maximum(arrives[nano] - clock, 0.0)
-                clock = np.maximum(clock, arrives[nano])
-            clock = clock + seconds
-            if (
-                size is not None
-            ):  # every rank starts to send; rows arrive once every sender has reached this point
-                start = clock + self._links.start
-                ready = float(start[size.any(axis=0)].max(initial=0.0))
-                arrives[nano] = start
-                for link, cost in enumerate((self._links.within, self._links.between)):
-                    used = size[link] > 0
-                    done = np.maximum(free[link], ready) + cost.seconds(size[link])
-                    np.copyto(free[link], done, where=used)
-                    arrives[nano] = np.where(used, np.maximum(arrives[nano], done), arrives[nano])
-            clock = clock + late
+        start, waited = clock, np.zeros_like(clock)
+        links_free = np.zeros((2, len(clock)))
+        arrivals: dict[int, FloatArray] = {}  # of the last exchange of each nano-batch
+        for act in self._acts:
+            clock = clock + act.uncut_before
+            if act.waits:
+                arrival = arrivals[act.nano_batch]
+                waited += np.maximum(arrival - clock, 0.0)
+                clock = np.maximum(clock, arrival)
+            clock = clock + act.seconds
+            if act.sent is not None:
+                arrivals[act.nano_batch] = self._send(clock, act.sent, links_free)
+            clock = clock + act.uncut_after
+        # One layer is walked; all layers take as long.
         self.waited = self._layers * waited
-        ended: FloatArray = begun + self._layers * (clock - begun)
-        return ended
+        end: FloatArray = start + self._layers * (clock - start)
+        return end
+
+    def _send(self, clock: FloatArray, sent: FloatArray, links_free: FloatArray) -> FloatArray:
+        """Return when the rows of an exchange arrive on each rank.
+
+        Args:
+            clock: when each rank reaches the exchange.
+            sent: [2, ranks] bytes by link.
+            links_free: [2, ranks] when each rank's links are free; changed in place.
+        """
+        started = clock + self._links.start
+        # Rows arrive once every sender has reached the exchange.
+        all_started = float(started[sent.any(axis=0)].max(initial=0.0))
+        arrival = started
+        for link, cost in enumerate((self._links.within, self._links.between)):
+            uses_link = sent[link] > 0
+            done = np.maximum(links_free[link], all_started) + cost.seconds(sent[link])
+            np.copyto(links_free[link], done, where=uses_link)
+            arrival = np.where(uses_link, np.maximum(arrival, done), arrival)
+        return arrival
+
+
+def _computation(
+    counted: CountedCuts, costs: MixingCosts, launch: float, factor: FloatArray
+) -> _Computation:
+    """Return the seconds of a nano-batch's computation in one layer.
+
+    Args:
+        launch: seconds of the layer's forward for this nano-batch, whatever its size.
+        factor: as in `MixingLayers`.
+    """
+    cut = (
+        costs.mix * counted.cut + costs.continued * counted.continued + costs.run * counted.segments
+    )
+    # The uncut documents of a rank share one run of the recurrence's kernel.
+    uncut = costs.mix * (counted.rows - counted.cut) + costs.run * (counted.uncut_documents > 0)
+    return _Computation(
+        first=factor * (costs.before_mixing * counted.rows + launch),
+        cut=factor * cut,
+        uncut=factor * uncut,
+        last=factor * (costs.after_mixing * counted.rows),
+    )
+
+
+def _acts(
+    index: int,
+    counted: CountedCuts,
+    costs: MixingCosts,
+    computation: _Computation,
+    direction: Direction,
+) -> list[_Act]:
+    """Return the three acts of a nano-batch: up to the halos, up to the states, and the rest.
+
+    The uncut documents of both nano-batches are computed between the sending of the first states
+    and the first wait for states.
+    """
+    halos: FloatArray = np.multiply(costs.halo, counted.halos)
+    states: FloatArray = np.multiply(costs.state, counted.states)
+    first, cut, last = computation.first, computation.cut, computation.last
+    # Uncut documents of the first nano-batch and of the second; the other number is 0.
+    uncut = (computation.uncut, 0.0) if index == 0 else (0.0, computation.uncut)
+    if direction == "forward":
+        return [
+            _Act(index, first, False, halos),
+            _Act(index, cut, True, states, uncut_after=uncut[1]),
+            _Act(index, last, True, None, uncut_before=uncut[0]),
+        ]
+    return [
+        _Act(index, last, False, states, uncut_after=uncut[0]),
+        _Act(index, cut, True, halos, uncut_before=uncut[1]),
+        _Act(index, first, True, None),
+    ]

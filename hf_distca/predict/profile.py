@@ -1,4 +1,4 @@
-"""Costs of core attention, of the rest of a layer and of an exchange on a device, fitted to measurements."""
+"""Profiles of devices: measured costs of kernels, matrices, memory and links, kept as files."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -21,15 +21,15 @@ class Accuracy:
 
     r2: float  # share of the variance of the times that is predicted
     worst_ratio: float  # of predicted and measured times, the larger over the smaller
-    count: int
+    count: int  # of times that were predicted
 
     @classmethod
     def of(cls, predicted: FloatArray, measured: FloatArray) -> "Accuracy":
         """Compare predictions with measurements, [n] each."""
         spread = float(np.square(measured - measured.mean()).sum())
         r2 = 1.0 - float(np.square(predicted - measured).sum()) / spread if spread else 1.0
-        ratio = np.maximum(predicted / measured, measured / predicted)
-        return cls(r2, float(ratio.max()), len(measured))
+        ratios = np.maximum(predicted / measured, measured / predicted)
+        return cls(r2, worst_ratio=float(ratios.max()), count=len(measured))
 
 
 @dataclass(frozen=True)
@@ -43,18 +43,15 @@ class DeviceProfile:
     forward: KernelCost
     backward: KernelCost
     flops_per_second: float  # of a layer's matrices
-    bytes_per_second: (
-        float  # norms, activations and sums read and write the device's memory at this rate
-    )
-    peak_flops: (
-        float  # the rate that the maker names; model FLOPs utilization (MFU) is a share of it
-    )
+    # Norms, activations and sums read and write the device's memory at this rate.
+    bytes_per_second: float
+    # The rate that the maker names; model FLOPs utilization (MFU) is a share of it.
+    peak_flops: float
     links: Links  # of collectives that may use a link fully, such as gathering K and V
     exchange: Links  # of rows. On GPUs it uses few thread blocks and leaves the others to attention
     launches: float = 0.0  # seconds of the host for a layer's forward while the device waits
-    ranks_per_core: float = (
-        1.0  # as in StepCosts; other costs were measured on all these ranks at once
-    )
+    # As in `StepCosts`; the costs of kernels were measured on all these ranks at once.
+    ranks_per_core: float = 1.0
     accuracy: Accuracy = field(default=Accuracy(1.0, 1.0, 0))
 
     @property
@@ -78,21 +75,10 @@ class DeviceProfile:
         Raises:
             ValueError: there is no such profile, or the file does not hold one.
         """
-        parts: dict[str, Callable[..., Any]] = {  # by a key of its JSON object
-            "latency": LinkCost,
-            "within": Links,
-            "pair": KernelCost,
-            "q_heads": AttentionKind,
-            "r2": Accuracy,
-        }
-
-        def part(found: dict[str, Any]) -> Any:
-            return next((make(**found) for key, make in parts.items() if key in found), found)
-
         shipped = sorted(path.stem for path in PROFILES.glob("*.json"))
         path = PROFILES / f"{name}.json" if name in shipped else Path(name)
         try:
-            return cls(**json.loads(path.read_text(encoding="utf-8"), object_hook=part))
+            return cls(**json.loads(path.read_text(encoding="utf-8"), object_hook=_part))
         except (OSError, ValueError, TypeError) as error:
             raise ValueError(
                 f"no device profile at {name!r}: expected one of {', '.join(shipped)}, or a file "
@@ -100,7 +86,29 @@ class DeviceProfile:
             ) from error
 
 
+PARTS: dict[str, Callable[..., Any]] = {
+    "latency": LinkCost,
+    "within": Links,
+    "pair": KernelCost,
+    "q_heads": AttentionKind,
+    "r2": Accuracy,
+}
+"""Classes of a profile's parts, by a key that only the part's JSON object has."""
+
+
+def _part(content: dict[str, Any]) -> Any:
+    """Return the part of a profile that a JSON object holds; the object itself if it is none."""
+    for key, make in PARTS.items():
+        if key in content:
+            return make(**content)
+    return content
+
+
 def held_out(count: int) -> tuple[Sequence[int], Sequence[int]]:
-    """Return indices of measurements to fit to, and of every third, which to compare with: not the first or last."""
-    out = list(range(1, count - 1, 3))
-    return [index for index in range(count) if index not in out], out
+    """Return indices of measurements to fit costs to, and of others to compare predictions with.
+
+    Every third measurement is held out, but neither the first nor the last: a prediction beyond
+    the fitted sizes would say little.
+    """
+    compared = list(range(1, count - 1, 3))
+    return [index for index in range(count) if index not in compared], compared

@@ -1,8 +1,8 @@
 """Seconds of core attention, of the rest of a layer and of exchanges on a device."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import combinations
-from operator import add
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,7 +12,10 @@ from hf_distca.plan import AttentionKind, Direction
 FloatArray = NDArray[np.float64]
 
 DIAGONAL_ROWS = 512
-"""Keys in a block of the CPU kernel, the largest block of any kernel."""
+"""Keys in a block of the CPU kernel, the largest block of any kernel.
+
+Kernels compute whole blocks on the diagonal, also the keys that no row of the block sees.
+"""
 
 
 @dataclass(frozen=True)
@@ -56,12 +59,14 @@ class KernelCost:
         )
 
     def for_kind(self, measured: AttentionKind, kind: AttentionKind) -> "KernelCost":
-        """Return the cost of another kind: K/V rows scale with key-value heads, all but calls with query heads."""
+        """Return the cost for another kind of attention, which has other heads and head dims.
+
+        The cost of K/V rows scales with key-value heads. All other costs scale with query heads,
+        but the cost of a call stays the same.
+        """
         dims = (kind.dim_qk + kind.dim_v) / (measured.dim_qk + measured.dim_v)
-        queries, keys = (
-            dims * kind.q_heads / measured.q_heads,
-            dims * kind.kv_heads / measured.kv_heads,
-        )
+        queries = dims * kind.q_heads / measured.q_heads
+        keys = dims * kind.kv_heads / measured.kv_heads
         return KernelCost(
             call=self.call,
             row=self.row * queries,
@@ -71,40 +76,51 @@ class KernelCost:
             task=self.task * queries,
         )
 
-    def scaled(self, by: float) -> "KernelCost":
-        """Return the cost of calls that take `by` times as long."""
-        return KernelCost(*(cost * by for cost in vars(self).values()))
+    def scaled(self, factor: float) -> "KernelCost":
+        """Return the cost of calls that take `factor` times as long."""
+        return KernelCost(**{name: cost * factor for name, cost in vars(self).items()})
 
-    def plus(self, other: "KernelCost") -> "KernelCost":
-        """Return the cost of this call and another one on the same rows."""
-        return KernelCost(*map(add, vars(self).values(), vars(other).values()))
+    def plus(self, further: "KernelCost") -> "KernelCost":
+        """Return the cost of this call and a further one on the same rows."""
+        sums = {name: cost + getattr(further, name) for name, cost in vars(self).items()}
+        return KernelCost(**sums)
 
     @classmethod
     def fitted(
         cls, tasks: Tasks, seconds: FloatArray, weights: FloatArray | None = None
     ) -> "KernelCost":
-        """Fit costs to measured times, with the least error relative to each time and no negative cost.
+        """Fit costs to measured times, with the least relative error and no negative cost.
+
+        Some costs may have to be zero for that. Every subset of the costs is tried, and of each
+        subset the least-squares solution.
 
         Args:
             tasks: [n] measured calls.
             seconds: [n] time of each call.
             weights: [n] weight of each squared error; None for equal weights.
         """
-        counts = np.sqrt(np.ones_like(seconds) if weights is None else weights)
         amounts = [tasks.calls, tasks.rows, tasks.keys, tasks.pairs, tasks.diagonal, tasks.tasks]
-        columns = np.stack(amounts, axis=1) * (counts / seconds)[:, None]
-        best, least = np.zeros(len(amounts)), np.inf
-        for count in range(
-            1, len(amounts) + 1
-        ):  # of every subset of the costs, the least-squares solution
-            for chosen in combinations(range(len(amounts)), count):
-                part = columns[:, chosen]
-                found, *_ = np.linalg.lstsq(part, counts, rcond=None)
-                error = float(np.square(part @ found - counts).sum())
-                if found.min() >= 0 and error < least:
-                    best, least = np.zeros(len(amounts)), error
-                    best[list(chosen)] = found
-        return cls(*best.tolist())
+        # A predicted time over the measured one should be 1; both sides carry the weight's root.
+        targets = np.sqrt(np.ones_like(seconds) if weights is None else weights)
+        columns = np.stack(amounts, axis=1) * (targets / seconds)[:, None]
+        costs, least_error = np.zeros(len(amounts)), np.inf
+        for subset in _subsets(len(amounts)):
+            columns_of_subset = columns[:, subset]
+            solution, *_ = np.linalg.lstsq(columns_of_subset, targets, rcond=None)
+            error = float(np.square(columns_of_subset @ solution - targets).sum())
+            if solution.min() >= 0 and error < least_error:
+                least_error = error
+                costs = np.zeros(len(amounts))
+                costs[subset] = solution
+        call, row, key, pair, diagonal, task = costs.tolist()
+        return cls(call, row, key, pair, diagonal, task)
+
+
+def _subsets(count: int) -> Iterator[list[int]]:
+    """Yield all subsets of the numbers from 0 to `count` - 1 but the empty one, small ones first."""
+    for size in range(1, count + 1):
+        for subset in combinations(range(count), size):
+            yield list(subset)
 
 
 @dataclass(frozen=True)
@@ -116,19 +132,28 @@ class LinkCost:
 
     def seconds(self, size: FloatArray) -> FloatArray:
         """Return [ranks] seconds of an exchange of [ranks] bytes; 0 where there are no bytes."""
-        taken: FloatArray = np.where(size > 0, self.latency + size / self.bandwidth, 0.0)
-        return taken
+        seconds: FloatArray = np.where(size > 0, self.latency + size / self.bandwidth, 0.0)
+        return seconds
 
     @classmethod
     def fitted(
         cls, size: FloatArray, seconds: FloatArray, weights: FloatArray | None = None
     ) -> "LinkCost":
-        """Fit a link to [n] bytes and [n] seconds, with the least error relative to each time."""
-        none = np.zeros_like(size)
-        fit = KernelCost.fitted(
-            Tasks(size, none, none, np.ones_like(size), none, none), seconds, weights
+        """Fit a link to [n] bytes and [n] seconds, with the least error relative to each time.
+
+        An exchange is fitted like a kernel call of as many rows as it has bytes.
+        """
+        zeros = np.zeros_like(size)
+        exchanges = Tasks(
+            rows=size,
+            keys=zeros,
+            pairs=zeros,
+            calls=np.ones_like(size),
+            diagonal=zeros,
+            tasks=zeros,
         )
-        return cls(fit.call, 1 / fit.row if fit.row else np.inf)
+        fit = KernelCost.fitted(exchanges, seconds, weights)
+        return cls(latency=fit.call, bandwidth=1 / fit.row if fit.row else np.inf)
 
 
 @dataclass(frozen=True)
@@ -161,10 +186,10 @@ class MixingCosts:
     """Costs of a layer that mixes rows in order, in seconds of its forward and in bytes."""
 
     layers: int  # number of mixing modules
-    before: float  # seconds per token before its convolution
+    before_mixing: float  # seconds per token before its convolution
     mix: float  # seconds per token in its convolution and recurrence
     continued: float  # further seconds per token of a segment with earlier segments, for r and A
-    after: float  # seconds per token after its recurrence
+    after_mixing: float  # seconds per token after its recurrence
     run: float  # seconds of a run of the recurrence's kernel, whatever its size
     halo: float  # bytes of the rows before a segment
     state: float  # bytes of A and B of a segment
@@ -172,15 +197,18 @@ class MixingCosts:
     @property
     def token(self) -> float:
         """Seconds per token of a whole document."""
-        return self.before + self.mix + self.after
+        return self.before_mixing + self.mix + self.after_mixing
 
-    def scaled(self, by: float) -> "MixingCosts":
-        """Return the costs of computation that takes `by` times as long."""
-        seconds = {
-            name: getattr(self, name) * by
-            for name in ("before", "mix", "continued", "after", "run")
-        }
-        return replace(self, **seconds)
+    def scaled(self, factor: float) -> "MixingCosts":
+        """Return the costs of computation that takes `factor` times as long."""
+        return replace(
+            self,
+            before_mixing=self.before_mixing * factor,
+            mix=self.mix * factor,
+            continued=self.continued * factor,
+            after_mixing=self.after_mixing * factor,
+            run=self.run * factor,
+        )
 
 
 @dataclass(frozen=True)
@@ -188,10 +216,11 @@ class StepCosts:
     """Seconds of a micro-batch on every rank; plans are chosen by them.
 
     Attributes:
-        before: seconds per token before core attention, in one layer's forward.
-        after: seconds per token after core attention, in one layer's forward.
-        backward_factor: backward over forward of `before` and `after`; with checkpointing it
-            includes the recomputation.
+        kinds: of core attention, for each kind of attention.
+        before_attention: seconds per token before core attention, in one layer's forward.
+        after_attention: seconds per token after core attention, in one layer's forward.
+        backward_factor: backward over forward of `before_attention` and `after_attention`; with
+            checkpointing it includes the recomputation.
         head: seconds per token in the output head and the loss, forward and backward.
         launches: seconds of a layer's forward per nano-batch, whatever its size; 0 if the host runs
             ahead.
@@ -205,8 +234,8 @@ class StepCosts:
     """
 
     kinds: tuple[KindCosts, ...]
-    before: float
-    after: float
+    before_attention: float
+    after_attention: float
     backward_factor: float
     head: float
     exchange: Links
@@ -221,9 +250,7 @@ class StepCosts:
 
         A head takes a third of the time of both passes.
         """
-        kinds = tuple(
-            replace(of_kind, backward=of_kind.backward.scaled(0.0)) for of_kind in self.kinds
-        )
+        kinds = tuple(replace(kind, backward=kind.backward.scaled(0.0)) for kind in self.kinds)
         return replace(
             self, kinds=kinds, backward_factor=0.0, head=self.head / 3, directions=("forward",)
         )
@@ -241,29 +268,29 @@ class StepCosts:
         """
         if self.ranks_per_core == 1:
             return longest
-        in_order = np.sort(np.atleast_1d(work))
-        active = np.arange(len(in_order), 0, -1) / len(in_order)
-        in_turns = np.sum(
-            np.diff(in_order, prepend=0.0) * np.maximum(active, 1 / self.ranks_per_core)
-        )
-        return max(float(in_turns), longest / self.ranks_per_core)
+        # From one rank's end to the next one's, the ranks that still compute speed up alike.
+        ascending = np.sort(np.atleast_1d(work))
+        intervals = np.diff(ascending, prepend=0.0)
+        computing = np.arange(len(ascending), 0, -1) / len(ascending)  # share of the ranks
+        busiest = np.sum(intervals * np.maximum(computing, 1 / self.ranks_per_core))
+        return max(float(busiest), longest / self.ranks_per_core)
 
     def row_work(self, kind: AttentionKind) -> float:
-        """Return the cost of a row besides core attention, in query-key pairs of layers of a kind."""
-        (of_kind,) = (each for each in self.kinds if each.kind == kind)
-        pair = of_kind.layers * (of_kind.forward.pair + of_kind.backward.pair)
+        """Return the cost of a row besides core attention, in query-key pairs of a kind's layers."""
+        (costs,) = (costs for costs in self.kinds if costs.kind == kind)
+        pair = costs.layers * (costs.forward.pair + costs.backward.pair)
         return self.token / pair if pair else 0.0
 
     @property
     def depth(self) -> int:
         """Number of layers with attention."""
-        return sum(of_kind.layers for of_kind in self.kinds)
+        return sum(kind.layers for kind in self.kinds)
 
     @property
     def between(self) -> float:
         """Seconds of a token from one core attention to the next, in the forward."""
         mixing = self.mixing.layers * self.mixing.token / self.depth if self.mixing else 0.0
-        return self.before + self.after + mixing
+        return self.before_attention + self.after_attention + mixing
 
     @property
     def token(self) -> float:

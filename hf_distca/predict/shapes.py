@@ -16,9 +16,9 @@ class MixingShape:
     """Sizes of layers that mix rows in order, in the mean of a model's mixing modules."""
 
     layers: int  # mixing modules
-    before: int  # active parameters of matrices before a module's convolution
+    before_mixing: int  # active parameters of matrices before a module's convolution
     # Active parameters after its recurrence; those of the MLP too, in a layer without attention.
-    after: int
+    after_mixing: int
     channels: int  # of the convolution
     width: int  # rows before a row that the convolution reads
     heads: int = 0  # of the recurrence; 0 without one
@@ -34,38 +34,44 @@ class MixingShape:
 
     @property
     def operations(self) -> tuple[int, int]:
-        """Multiplications of a token in the convolution and recurrence, and further ones for r and A."""
+        """Multiplications of a token in the convolution and recurrence, and further ones.
+
+        The further ones compute r and A, which only segments with earlier segments need.
+        """
         rows, columns = self.state
         convolution = self.channels * (self.width + 1)
-        if not self.delta_rule:  # rows of a chunk times rows; into the state, and out of it
-            return convolution + self.heads * (
-                CHUNK * columns + 2 * rows * columns
-            ), self.heads * rows * columns
-        # Three products of keys and queries within a chunk, two with values; three with the state.
-        within, columns_of_values = 3 * CHUNK * rows, 2 * CHUNK + 3 * rows
-        return (
-            convolution + self.heads * (within + columns * columns_of_values),
-            self.heads * rows * columns_of_values,
-        )
+        if self.delta_rule:
+            # Three products of keys and queries within a chunk.
+            keys_in_chunk = 3 * CHUNK * rows
+            # Of each column of values: two products within a chunk, and three with the state.
+            value_column = 2 * CHUNK + 3 * rows
+            recurrence = keys_in_chunk + columns * value_column
+            # r and A take further columns of values, as many as a state has rows.
+            continued = rows * value_column
+        else:
+            # Rows of a chunk times rows, then into the state and out of it.
+            recurrence = CHUNK * columns + 2 * rows * columns
+            continued = rows * columns
+        return convolution + self.heads * recurrence, self.heads * continued
 
     @property
     def touched(self) -> tuple[int, int]:
-        """Numbers that a token reads and writes in the convolution and recurrence, and further ones for r and A.
+        """Numbers that a token reads and writes in the convolution and recurrence, and further ones.
 
-        Kernels write a state for each chunk and read it again.
+        The further ones are for r and A. Kernels write a state for each chunk and read it again.
         """
         rows, columns = self.state
         convolution = 2 * self.channels
-        if not self.delta_rule:
-            return convolution + self.heads * (
-                3 * columns + 2 * rows * columns // CHUNK
-            ), 3 * self.heads * columns
-        # Values, values of a chunk without its keys' part (made, read, and made anew with the
-        # state), and outputs.
-        of_values = 6 + 2 * rows // CHUNK
-        return convolution + self.heads * (
-            4 * rows + columns * of_values
-        ), self.heads * rows * of_values
+        if self.delta_rule:
+            # Values, values of a chunk without its keys' part (made, read, and made anew with the
+            # state), and outputs.
+            value_column = 6 + 2 * rows // CHUNK
+            recurrence = 4 * rows + columns * value_column
+            continued = rows * value_column
+        else:
+            recurrence = 3 * columns + 2 * rows * columns // CHUNK
+            continued = 3 * columns
+        return convolution + self.heads * recurrence, self.heads * continued
 
 
 @dataclass(frozen=True)
@@ -75,12 +81,12 @@ class ModelShape:
     layers: Mapping[AttentionKind, int]  # of each kind of attention
     hidden: int  # width of the hidden state
     # Active parameters of a layer's matrices before core attention (Q, K and V projections).
-    before: int
+    before_attention: int
     # Active parameters of a layer's matrices after core attention (output projection, MLP or
     # experts).
-    after: int
-    head: int
-    parameters: int
+    after_attention: int
+    head: int  # active parameters of the output head
+    parameters: int  # of the whole model
     mixing: MixingShape | None = None  # None without layers that mix rows in order
 
     @property
@@ -91,11 +97,14 @@ class ModelShape:
     @property
     def operations(self) -> int:
         """Multiplications of a token besides core attention."""
-        mixing = self.mixing
-        of_mixing = (
-            mixing.layers * (mixing.before + mixing.after + mixing.operations[0]) if mixing else 0
-        )
-        return self.depth * (self.before + self.after) + self.head + of_mixing
+        attention_layers = self.depth * (self.before_attention + self.after_attention)
+        mixing_layers, mixing = 0, self.mixing
+        if mixing is not None:
+            recurrence, _ = mixing.operations
+            mixing_layers = mixing.layers * (
+                mixing.before_mixing + mixing.after_mixing + recurrence
+            )
+        return attention_layers + self.head + mixing_layers
 
     @classmethod
     def llama(
@@ -112,11 +121,21 @@ class ModelShape:
 
         `mlp` is the width of an MLP of three matrices.
         """
-        before, output = hidden * (q_heads + 2 * kv_heads) * head_dim, hidden * q_heads * head_dim
-        after, head = output + 3 * hidden * mlp, hidden * vocabulary
-        kind = AttentionKind(None, q_heads, kv_heads, head_dim, head_dim)
+        projections = hidden * (q_heads + 2 * kv_heads) * head_dim
+        output = hidden * q_heads * head_dim
+        after_attention = output + 3 * hidden * mlp
+        head = hidden * vocabulary
+        kind = AttentionKind(
+            window=None, q_heads=q_heads, kv_heads=kv_heads, dim_qk=head_dim, dim_v=head_dim
+        )
         return cls(
-            {kind: layers}, hidden, before, after, head, layers * (before + after) + 2 * head
+            layers={kind: layers},
+            hidden=hidden,
+            before_attention=projections,
+            after_attention=after_attention,
+            head=head,
+            # The embedding is as large as the head.
+            parameters=layers * (projections + after_attention) + 2 * head,
         )
 
 

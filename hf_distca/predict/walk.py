@@ -1,30 +1,32 @@
-"""Prediction of a micro-batch: the executor's schedules, walked with measured costs for all ranks at once.
+"""Prediction of a micro-batch: the executor's schedules, walked with measured costs.
 
-Arrays are [ranks] seconds unless they say otherwise. The log-sum-exp that travels with O is left
-out: it has 4 bytes a head, O some 256.
+All ranks are walked at once. Arrays are [ranks] seconds unless they say otherwise. The log-sum-exp
+that travels with O is left out: it has 4 bytes a head, O some 256.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import zip_longest
+from math import ceil
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from hf_distca.plan import AttentionKind, Direction, Layout, MicroBatchPlan
 from hf_distca.plan.cost import pairs
-from hf_distca.plan.schedule import CallKey, Transfer, Turn, make_schedule
+from hf_distca.plan.schedule import CallKey, Schedule, Transfer, Turn, make_schedule
 from hf_distca.plan.stages import stage_rows
-from hf_distca.predict.counts import CountedPlan, count_plan
+from hf_distca.predict.counts import CountedPlan, count_plans
 from hf_distca.predict.mixing import CountedCuts, MixingLayers, count_cuts
 from hf_distca.predict.seconds import DIAGONAL_ROWS, FloatArray, KernelCost, Links, StepCosts, Tasks
 
 IntArray = NDArray[np.int64]
 
-SETTLED = 2
-"""Number of layers to walk; the last is taken, since a layer begins while exchanges of the one
-before still end."""
+WALKED_LAYERS = 2
+"""Number of layers to walk. The last one counts: it begins while exchanges of the one before still
+end, as every layer in the middle of a model does."""
 MOMENT = 1e-12
 """Least seconds of a transfer, to avoid a division by zero."""
 
@@ -44,13 +46,31 @@ Key = tuple[int, str]
 """A transfer by its nano-batch and name."""
 
 
+class _LinkUse(NamedTuple):
+    """Use of one link by a transfer."""
+
+    link: int  # 0 inside nodes, 1 between nodes
+    users: NDArray[np.bool_]  # [ranks] whether a rank sends or receives over the link
+    seconds: FloatArray
+
+
+class _TransferSize(NamedTuple):
+    """Size of a transfer."""
+
+    largest: FloatArray  # [ranks] the most bytes of a rank on a link
+    links: list[_LinkUse]  # links in use
+
+
 class LayerClocks:
     """Clocks of all ranks in one layer in the middle of a model.
 
     Args:
         nano_batches: one or two, in the order of their rows.
+        kernel: cost of a kernel call in this direction.
         before: for each nano-batch, seconds that come before core attention in this direction.
         after: for each nano-batch, seconds that follow core attention in this direction.
+        links: costs of exchanges.
+        direction: forward or backward.
         slowness: factor by which each rank's kernel calls are slower, or one number for all.
         mixing: mixing layers before the layer, which count as part of it.
     """
@@ -66,60 +86,47 @@ class LayerClocks:
         slowness: FloatArray | float = 1.0,
         mixing: MixingLayers | None = None,
     ) -> None:
+        self._nano_batches, self._mixing = nano_batches, mixing
+        self._kernel, self._slowness = kernel, slowness
+        self._links, self._direction = links, direction
+        self._before, self._after = before, after
+
         ranks = nano_batches[0].ranks
-        self._nano_batches, self._kernel, self._links = nano_batches, kernel, links
-        self._before, self._after, self._slowness, self._direction = (
-            before,
-            after,
-            slowness,
-            direction,
-        )
-        self._mixing = mixing
         self._clock = np.zeros(ranks)
-        self._links_free = np.zeros((2, ranks))
+        self._links_free = np.zeros((2, ranks))  # when each rank's links are free
         self._servers_free = np.zeros(nano_batches[0].servers)
-        self._arrives: dict[Key, FloatArray] = {}
-        self._departed: dict[
-            Key, tuple[FloatArray, FloatArray]
-        ] = {}  # when, and seconds of the rank's own time
-        self._kernel_seconds = cache(self._kernel_seconds_of)
-        self._sizes = cache(self._sizes_of)
+        self._arrivals: dict[Key, FloatArray] = {}  # of transfers that are under way
+        # When they departed, and the seconds of the rank's own time that they take.
+        self._departures: dict[Key, tuple[FloatArray, FloatArray]] = {}
+        self._kernel_seconds = cache(self._count_kernel_seconds)
+        self._transfer_size = cache(self._count_transfer_size)
 
     def walked(self) -> Walked:
         """Walk the layer until its time is settled."""
-        for _ in range(SETTLED):
+        for _ in range(WALKED_LAYERS):
             walked = self._walk()
         return walked
 
     def _walk(self) -> Walked:
         """Walk the mixing layers, then let the nano-batches take turns, from pause to pause."""
-        begun, mixing = float(self._clock.max()), self._mixing
+        start, mixing = float(self._clock.max()), self._mixing
         if mixing is not None:
             self._clock = mixing.walk(self._clock)
         self._attention, self._other, self._waited = (np.zeros_like(self._clock) for _ in range(3))
-        order = range(len(self._nano_batches))
-        for _ in zip_longest(
-            *map(self._carried_out, order if self._direction == "forward" else reversed(order))
-        ):
+        order = list(range(len(self._nano_batches)))
+        if self._direction == "backward":
+            order.reverse()
+        turns = [self._carry_out(index) for index in order]
+        for _ in zip_longest(*turns):
             pass
-        seconds, mixed = float(self._clock.max()) - begun, np.zeros_like(self._clock)
+        seconds, mixed = float(self._clock.max()) - start, np.zeros_like(self._clock)
         if mixing is not None:
             mixed, self._waited = mixing.computed, self._waited + mixing.waited
         return Walked(seconds, self._attention, self._other + mixed, self._waited, mixed)
 
-    def _carried_out(self, index: int) -> Iterator[None]:
-        """Carry out a nano-batch, and yield at each pause."""
-        counted = self._nano_batches[index]
-        turn: Turn = "alone" if len(self._nano_batches) == 1 else ("first", "second")[index]
-        schedule = make_schedule(
-            self._direction,
-            turn,
-            calls=_calls(counted.stages),
-            windowed=counted.windowed,
-            stages=counted.stages,
-            forwards=counted.forwards,
-            servers=counted.servers > 0,
-        )
+    def _carry_out(self, index: int) -> Iterator[None]:
+        """Carry out the core attention of a nano-batch, and yield at each pause."""
+        schedule = self._schedule(index)
         self._other += self._before[index] + self._after[index]
         self._clock = self._clock + self._before[index]
         for phase in schedule:
@@ -131,49 +138,65 @@ class LayerClocks:
                 self._clock = self._clock + seconds
             for transfer in phase.send:
                 if transfer.rows == "servers":
-                    back = next(each for each in schedule[-1].wait if each.rows == "servers")
-                    self._serve((index, back.name), transfer, back)
+                    self._serve(index, transfer, _results_of_servers(schedule))
                 else:
-                    self._send(
-                        (index, transfer.name), self._sizes(index, transfer.rows, transfer.columns)
-                    )
+                    self._send(index, transfer)
             if phase.pause:
                 yield
         self._clock = self._clock + self._after[index]
 
-    def _kernel_seconds_of(self, index: int, tasks: str) -> FloatArray:
+    def _schedule(self, index: int) -> Schedule:
+        """Return the schedule of a nano-batch for a rank with tasks of every group."""
+        counted = self._nano_batches[index]
+        turn: Turn = "alone" if len(self._nano_batches) == 1 else ("first", "second")[index]
+        return make_schedule(
+            self._direction,
+            turn,
+            calls=_calls(counted.stages),
+            windowed=counted.windowed,
+            stages=counted.stages,
+            forwards=counted.forwards,
+            servers=counted.servers > 0,
+        )
+
+    def _count_kernel_seconds(self, index: int, tasks: str) -> FloatArray:
+        """Return the seconds of a nano-batch's kernel call."""
         counted = self._nano_batches[index]
         return self._kernel.seconds(_tasks(counted, tasks))[: counted.ranks] * self._slowness
 
-    def _sizes_of(self, index: int, rows: str, columns: tuple[str, ...]) -> "_Sizes | None":
-        """Return what a transfer takes; None if nothing travels."""
+    def _count_transfer_size(
+        self, index: int, rows: str, columns: tuple[str, ...]
+    ) -> _TransferSize | None:
+        """Return the size of a nano-batch's transfer; None if nothing travels."""
         size = _bytes(self._nano_batches[index], rows, columns)
         if not size.any():
             return None
-        links = (self._links.within, self._links.between)
-        used = [
-            (link, size[link] > 0, cost.seconds(size[link]))
-            for link, cost in enumerate(links)
+        costs = (self._links.within, self._links.between)
+        links = [
+            _LinkUse(link, size[link] > 0, cost.seconds(size[link]))
+            for link, cost in enumerate(costs)
             if size[link].any()
         ]
-        return size.max(axis=0), used
+        return _TransferSize(size.max(axis=0), links)
 
-    def _send(self, key: Key, sizes: "_Sizes | None") -> None:
-        if sizes is None:
+    def _send(self, index: int, transfer: Transfer) -> None:
+        """Start a transfer of a nano-batch between ranks."""
+        size = self._transfer_size(index, transfer.rows, transfer.columns)
+        if size is None:
             return
-        largest, links = sizes
         self._clock = self._clock + self._links.start
-        ready = self._all_there(key[0], largest > 0)
-        arrives = self._clock
-        for link, used, seconds in links:
-            done = np.maximum(self._links_free[link], ready) + seconds
-            np.copyto(self._links_free[link], done, where=used)
-            arrives = np.where(used, np.maximum(arrives, done), arrives)
-        self._arrives[key] = arrives
+        all_started = self._when_all_start(index, size.largest > 0)
+        arrival = self._clock
+        for use in size.links:
+            done = np.maximum(self._links_free[use.link], all_started) + use.seconds
+            np.copyto(self._links_free[use.link], done, where=use.users)
+            arrival = np.where(use.users, np.maximum(arrival, done), arrival)
+        self._arrivals[index, transfer.name] = arrival
         if self._links.busy:
-            self._departed[key] = self._clock, largest * self._links.busy
+            busy = size.largest * self._links.busy
+            self._departures[index, transfer.name] = self._clock, busy
 
-    def _all_there(self, index: int, takes_part: NDArray[np.bool_]) -> FloatArray | float:
+    def _when_all_start(self, index: int, takes_part: NDArray[np.bool_]) -> FloatArray | float:
         """Return when all senders have reached an exchange: rows arrive only then.
 
         Ranks that exchange nothing do not wait for each other, except where the transport takes a
@@ -187,37 +210,49 @@ class LayerClocks:
         return np.asarray(latest[connected])
 
     def _wait(self, key: Key) -> None:
-        if key not in self._arrives:
+        """Wait for a transfer, if its rows travel at all."""
+        if key not in self._arrivals:
             return
-        arrives = self._arrives.pop(key)
-        if key in self._departed:
+        arrival = self._arrivals.pop(key)
+        if key in self._departures:
             # The exchange took some of the rank's own time while the rank computed.
-            departed, busy = self._departed.pop(key)
-            travelled = np.maximum(arrives - departed, MOMENT)
-            self._clock = self._clock + busy * np.minimum((self._clock - departed) / travelled, 1.0)
+            departure, busy = self._departures.pop(key)
+            travel = np.maximum(arrival - departure, MOMENT)
+            self._clock = self._clock + busy * np.minimum((self._clock - departure) / travel, 1.0)
             self._other += busy  # all of it is taken from ranks that share the core
-        later = np.maximum(self._clock, arrives)
-        self._waited += later - self._clock
-        self._clock = later
+        end = np.maximum(self._clock, arrival)
+        self._waited += end - self._clock
+        self._clock = end
 
-    def _serve(self, key: Key, there: Transfer, back: Transfer) -> None:
-        """Let servers compute once their rows have arrived, and send the results."""
-        counted, link = self._nano_batches[key[0]], self._links.between
+    def _serve(self, index: int, calls: Transfer, results: Transfer) -> None:
+        """Let servers compute once their rows have arrived, and send the results.
+
+        Args:
+            index: of the nano-batch.
+            calls: transfer of rows to servers.
+            results: transfer of what the servers return.
+        """
+        counted, link = self._nano_batches[index], self._links.between
         ranks = counted.ranks
-        sent, returned = (
-            _bytes(counted, each.rows, each.columns).max(axis=0) for each in (there, back)
+        called, returned = (
+            _bytes(counted, transfer.rows, transfer.columns).max(axis=0)
+            for transfer in (calls, results)
         )
-        begins = np.maximum(self._servers_free, (self._clock + link.seconds(sent[:ranks])).max())
-        begins = np.maximum(begins, self._clock.min() + link.seconds(sent[ranks:]))
-        self._servers_free = begins + self._kernel.seconds(counted.remote_query)[ranks:]
+        # 1. A server begins when every rank has sent its rows, and when its own link, which is busy
+        #    from the first rank's call on, has brought all of them.
+        all_sent = (self._clock + link.seconds(called[:ranks])).max()
+        all_received = self._clock.min() + link.seconds(called[ranks:])
+        start = np.maximum(np.maximum(self._servers_free, all_sent), all_received)
+        # 2. It computes, and sends the results.
+        self._servers_free = start + self._kernel.seconds(counted.remote_query)[ranks:]
         done = float((self._servers_free + link.seconds(returned[ranks:])).max(initial=0.0))
-        # Only the servers wait for the rows that go there.
-        self._arrives[key] = np.where(sent[:ranks] > 0, done, 0.0)
+        # 3. Only the servers wait for the rows that go there; ranks wait for results.
+        self._arrivals[index, results.name] = np.where(called[:ranks] > 0, done, 0.0)
 
 
-_Sizes = tuple[FloatArray, list[tuple[int, NDArray[np.bool_], FloatArray]]]
-"""[ranks] the most bytes of a rank on a link; and for each link in use its index, who uses it, and
-their seconds."""
+def _results_of_servers(schedule: Schedule) -> Transfer:
+    """Return the transfer of the servers' results, for which the last phase waits."""
+    return next(transfer for transfer in schedule[-1].wait if transfer.rows == "servers")
 
 
 @cache
@@ -243,42 +278,43 @@ def _tasks(counted: CountedPlan, name: str) -> Tasks:
             diagonal=tasks.diagonal / 2,
             tasks=tasks.tasks / 2,
         )
-    tasks, stages = (
-        counted.remote_kv if name == "remote-KV" else counted.remote_query,
-        counted.stages,
-    )
+    tasks = counted.remote_kv if name == "remote-KV" else counted.remote_query
     # Each stage reads all queries of all tasks again, and only its own keys.
     return replace(
         tasks,
-        keys=tasks.keys / stages,
-        pairs=tasks.pairs / stages,
-        diagonal=tasks.diagonal / stages,
+        keys=tasks.keys / counted.stages,
+        pairs=tasks.pairs / counted.stages,
+        diagonal=tasks.diagonal / counted.stages,
     )
 
 
 def _bytes(counted: CountedPlan, rows: str, columns: tuple[str, ...]) -> FloatArray:
-    """Return [2, workers] by link: the larger of the bytes that each worker sends and receives in a transfer.
+    """Return [2, workers] bytes of a transfer by link.
 
-    If rows are forwarded, the first hop takes all bytes between nodes. Inside nodes the bytes of
-    the two hops are not counted apart, so each hop takes half.
+    Of the bytes that a worker sends and of those that it receives the larger number counts. If rows
+    are forwarded, the first hop takes all bytes between nodes. Inside nodes the bytes of the two
+    hops are not counted apart, so each hop takes half.
+
+    Args:
+        rows: as in `Transfer`.
+        columns: as in `Transfer`.
     """
     row = counted.row_bytes
-    of_queries = sum(
-        {"q": row.q, "dq": row.q, "o": row.o, "do": row.o}.get(column, 0) for column in columns
-    )
-    of_keys = row.kv / 2 * sum(column in ("k", "v", "dk", "dv") for column in columns)
+    column_bytes = {"q": row.q, "dq": row.q, "o": row.o, "do": row.o}  # the LSE is left out
+    query_bytes = sum(column_bytes.get(column, 0) for column in columns)
+    key_bytes = row.kv / 2 * sum(column in ("k", "v", "dk", "dv") for column in columns)
     if rows == "servers":
-        moved = counted.with_servers.queries * of_queries + counted.with_servers.keys * of_keys
+        moved = counted.with_servers.queries * query_bytes + counted.with_servers.keys * key_bytes
         return np.asarray(moved.max(axis=1), np.float64)
     most_queries, most_keys = counted.most_of_ranks
     if rows == "queries":
-        return np.asarray(most_queries * of_queries, np.float64)
-    keys = np.asarray(most_keys * (of_keys / counted.stages), np.float64)
+        return np.asarray(most_queries * query_bytes, np.float64)
+    stage_bytes = np.asarray(most_keys * (key_bytes / counted.stages), np.float64)
     if not counted.forwards:
-        return keys
-    hop = np.array([0.5, 1.0 if rows == "keys" else 0.0])
-    in_hop: FloatArray = keys * hop[:, None]
-    return in_hop
+        return stage_bytes
+    hop_share = np.array([0.5, 1.0 if rows == "keys" else 0.0])  # within and between nodes
+    hop_bytes: FloatArray = stage_bytes * hop_share[:, None]
+    return hop_bytes
 
 
 def predict_step(
@@ -294,32 +330,41 @@ def predict_step(
         layouts: of each nano-batch.
         nodes: [ranks] node of each rank.
     """
+    # 1. Computation besides core attention, of each nano-batch in one layer.
     slowness: FloatArray = np.array(costs.slowness or (1.0,) * layouts[0].ranks)
     rows: list[FloatArray] = [layout.tokens * slowness for layout in layouts]
-    cuts = [count_cuts(layout, nodes) for layout in layouts] if costs.mixing else []
     launches = slowness * (costs.launches / 2)
+    before = [costs.before_attention * tokens + launches for tokens in rows]
+    after = [costs.after_attention * tokens + launches for tokens in rows]
+    backward_before = [seconds * costs.backward_factor for seconds in after]
+    backward_after = [seconds * costs.backward_factor for seconds in before]
     head: FloatArray = np.multiply(costs.head, np.sum(rows, axis=0))
-    before, after = (
-        [seconds * each + launches for each in rows] for seconds in (costs.before, costs.after)
-    )
-    in_backward = [[each * costs.backward_factor for each in part] for part in (after, before)]
+    cuts = [count_cuts(layout, nodes) for layout in layouts] if costs.mixing else []
+
+    # 2. One layer of each kind is walked in each direction, and counts for all layers of the kind.
     attention, waited, mixed = (np.zeros_like(head) for _ in range(3))
     other, seconds = head.copy(), 0.0
-    for of_kind in costs.kinds:
-        counted = [nano[of_kind.kind] for nano in nano_batches]
+    for kind in costs.kinds:
+        counted = [plans[kind.kind] for plans in nano_batches]
         for direction in costs.directions:
-            begin, end = (before, after) if direction == "forward" else in_backward
-            kernel = of_kind.kernel(direction)
-            mixing = _mixing_layers(cuts, costs, direction, slowness)
-            clocks = LayerClocks(
-                counted, kernel, begin, end, costs.exchange, direction, slowness, mixing
-            )
-            walked = clocks.walked()
-            attention += of_kind.layers * walked.attention
-            other += of_kind.layers * walked.other
-            waited += of_kind.layers * walked.waited
-            mixed += of_kind.layers * walked.mixing
-            seconds += of_kind.layers * walked.seconds
+            forward = direction == "forward"
+            walked = LayerClocks(
+                counted,
+                kind.kernel(direction),
+                before if forward else backward_before,
+                after if forward else backward_after,
+                costs.exchange,
+                direction,
+                slowness,
+                _mixing_layers(cuts, costs, direction, slowness),
+            ).walked()
+            attention += kind.layers * walked.attention
+            other += kind.layers * walked.other
+            waited += kind.layers * walked.waited
+            mixed += kind.layers * walked.mixing
+            seconds += kind.layers * walked.seconds
+
+    # 3. Ranks that share cores take turns.
     total = costs.until_done(attention + other, seconds + float(head.max()))
     return Walked(total, attention, other, waited, mixed)
 
@@ -347,32 +392,35 @@ def predict_plan(
         bytes_per_value: size of a value in the dtype of core attention.
     """
     counted = [
-        {
-            kind: count_plan(of_kind, kind, bytes_per_value, nodes)
-            for kind, of_kind in nano.plans.items()
-        }
-        for nano in plan.nano_batches
+        count_plans(nano_batch.plans, bytes_per_value, nodes) for nano_batch in plan.nano_batches
     ]
     return predict_step(counted, [nano.layout for nano in plan.nano_batches], costs, nodes)
 
 
 def document_seconds(lengths: IntArray, costs: StepCosts) -> FloatArray:
-    """Return [documents] seconds of computing each document, forward and backward, without calls of the kernel."""
-    total, diagonal = (
-        costs.token * lengths.astype(np.float64),
-        lengths * np.minimum(lengths, DIAGONAL_ROWS),
-    )
-    for of_kind in costs.kinds:
-        kind = of_kind.kind
-        each, tasks = pairs(0, lengths, kind.window), np.ones_like(lengths)
-        if kind.chunk is not None:
-            chunks, rest = np.divmod(lengths, kind.chunk)
-            each = chunks * pairs(0, kind.chunk, kind.window) + pairs(0, rest, kind.window)
-            tasks = chunks + (rest > 0)
-        for cost in (of_kind.forward, of_kind.backward):
-            of_rows = (cost.row + cost.key) * lengths + cost.diagonal * diagonal
-            total += of_kind.layers * (cost.pair * each + of_rows + cost.task * tasks)
+    """Return [documents] seconds of computing each document, forward and backward.
+
+    Calls of the kernel are left out: documents share them.
+    """
+    total = costs.token * lengths.astype(np.float64)
+    diagonal = lengths * np.minimum(lengths, DIAGONAL_ROWS)
+    for costs_of_kind in costs.kinds:
+        document_pairs, tasks = _pairs_and_tasks(lengths, costs_of_kind.kind)
+        for kernel in (costs_of_kind.forward, costs_of_kind.backward):
+            rows_s = (kernel.row + kernel.key) * lengths + kernel.diagonal * diagonal
+            total += costs_of_kind.layers * (
+                kernel.pair * document_pairs + rows_s + kernel.task * tasks
+            )
     return total
+
+
+def _pairs_and_tasks(lengths: IntArray, kind: AttentionKind) -> tuple[IntArray, IntArray]:
+    """Return [documents] query-key pairs, and tasks: one, or one for each chunk of attention."""
+    if kind.chunk is None:
+        return pairs(0, lengths, kind.window), np.ones_like(lengths)
+    chunks, rest = np.divmod(lengths, kind.chunk)
+    in_chunks = chunks * pairs(0, kind.chunk, kind.window) + pairs(0, rest, kind.window)
+    return in_chunks, chunks + (rest > 0)
 
 
 def in_stages(
@@ -380,8 +428,13 @@ def in_stages(
 ) -> CountedPlan:
     """Return the counts of a plan without stages, with as many stages as it will have.
 
-    See `stage_rows`.
+    Args:
+        buffer_rows: K/V rows of an exchange buffer.
+        stages: approximate number of stages, as in `stage_rows`.
+        together: as in `stage_rows`.
     """
-    most = counted.among_ranks.most_keys
-    rows = stage_rows(most, buffer_rows, stages=stages, in_hops=counted.forwards, together=together)
-    return counted if rows is None else replace(counted, stages=-(-most // rows))
+    most_keys = counted.among_ranks.most_keys
+    rows = stage_rows(
+        most_keys, buffer_rows, stages=stages, in_hops=counted.forwards, together=together
+    )
+    return counted if rows is None else replace(counted, stages=ceil(most_keys / rows))

@@ -1,10 +1,10 @@
-"""Measure the costs by which plans are chosen when training begins, and correct them when training shows an error."""
+"""Costs by which plans are chosen: measured when training begins, corrected while it runs."""
 
 import json
 import logging
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +19,14 @@ from hf_distca.dispatch.peers import PeerExchanges
 from hf_distca.dispatch.recorder import Recording, Span
 from hf_distca.models.shape import model_shape
 from hf_distca.plan import MicroBatchPlan
-from hf_distca.planner.settings import Choices, PlanSettings
+from hf_distca.planner.settings import Choices
+from hf_distca.predict.corrections import Corrections
 from hf_distca.predict.device import measured_profile, name_of
 from hf_distca.predict.links import with_links
 from hf_distca.predict.profile import DeviceProfile
-from hf_distca.predict.seconds import FloatArray, KernelCost, StepCosts
+from hf_distca.predict.seconds import FloatArray, KernelCost, KindCosts, StepCosts
 from hf_distca.predict.setup import Setup
-from hf_distca.predict.walk import Walked, predict_plan
+from hf_distca.predict.walk import predict_plan
 from hf_distca.units import AUTO
 
 logger = logging.getLogger(__name__)
@@ -47,8 +48,6 @@ are to come.
 """
 UNREADABLE = "the costs in %s cannot be read and are measured again (%s)"
 """Warning about a damaged file with measured costs, or with corrections of them."""
-MOST_OFF = 0.1
-"""Relative error up to which costs stay unchanged, so that plans stay the same from run to run."""
 
 
 def choices_of(
@@ -63,22 +62,24 @@ def choices_of(
     settings = dispatcher.settings
     # Read also where nothing is chosen: a name that is wrong is wrong on any number of ranks.
     with raised_together(config.exchange_timeout):
-        named = None if config.device_profile is None else DeviceProfile.load(config.device_profile)
-    # With dedicated servers, every plan is balanced again for the servers that are present.
-    if (
-        not (config.chooses or named is not None)
-        or settings.ranks == 1
-        or config.attention_servers != 0
-    ):
-        return None
-    profile = named or _measured_profile(model, dispatcher, folder)
-    ranks = (settings.ranks, settings.tokens_per_rank, settings.ranks_per_node)
-    costs = Setup(model_shape(model), profile, *ranks, checkpointing=checkpointing).costs
-    if checkpointing and not config.keep_core_attention:
-        again = tuple(
-            replace(each, backward=each.backward.plus(each.forward)) for each in costs.kinds
+        profile_of_file = (
+            None if config.device_profile is None else DeviceProfile.load(config.device_profile)
         )
-        costs = replace(costs, kinds=again)
+    chooses = config.chooses or profile_of_file is not None
+    # With dedicated servers, every plan is balanced again for the servers that are present.
+    if not chooses or settings.ranks == 1 or config.attention_servers != 0:
+        return None
+    setup = Setup(
+        model_shape(model),
+        profile_of_file or _measured_profile(model, dispatcher, folder),
+        settings.ranks,
+        settings.tokens_per_rank,
+        settings.ranks_per_node,
+        checkpointing=checkpointing,
+    )
+    costs = setup.costs
+    if checkpointing and not config.keep_core_attention:
+        costs = replace(costs, kinds=tuple(map(_recomputed, costs.kinds)))
     return Choices.beside(
         settings,
         costs,
@@ -88,36 +89,31 @@ def choices_of(
     )
 
 
+def _recomputed(costs: KindCosts) -> KindCosts:
+    """Return the costs of layers whose core attention is computed again in the backward."""
+    return replace(costs, backward=costs.backward.plus(costs.forward))
+
+
 def _measured_profile(
     model: PreTrainedModel, dispatcher: Dispatcher, folder: Path | None
 ) -> DeviceProfile:
-    """Return the profile that an earlier run kept in the folder, or measure one.
+    """Return the profile that an earlier run kept in the folder, or measure one. A collective.
 
-    The same on every rank.
+    The profile is the same on every rank.
     """
     settings, device, groups = dispatcher.settings, dispatcher.device, dispatcher.groups
-    # What measured costs depend on: a kept profile with another description is measured again.
-    source = (
-        f"Measured when training began: {settings.ranks} ranks on nodes of "
-        f"{settings.ranks_per_node}, {name_of(device)}, kernel {dispatcher.kernel.name}, "
-        f"{settings.dominant_kind}, {settings.bytes_per_value} bytes a value, at most "
-        f"{settings.tokens_per_rank} tokens a rank, torch {torch.__version__}, kernel costs "
-        f"{', '.join(cost.name for cost in fields(KernelCost))}"
-    )
-    kept: DeviceProfile | None = None
-    if folder is not None:
-        file = folder / PROFILE_FILE
-        try:
-            kept = DeviceProfile.load(str(file)) if file.exists() else None
-        except ValueError as error:  # a run ended while it wrote
-            if groups.members[groups.rank] == 0:
-                logger.warning(UNREADABLE, file, error.__cause__)
-    # Ranks that share layers belong to several groups of ranks, and need the same plans.
-    kept = groups.all_gather(
-        kept if kept is not None and kept.source == source else None, in_world=True
-    )[0]
-    if kept is not None:
-        return kept
+    source = _description(dispatcher)
+    is_first = groups.members[groups.rank] == 0  # of all ranks
+
+    # 1. The profile of an earlier run, if it was measured in the same way. Ranks that share layers
+    #    belong to several groups of ranks, and need the same plans: the first rank's file counts.
+    kept = None if folder is None else _kept_profile(folder / PROFILE_FILE, warns=is_first)
+    same = kept if kept is not None and kept.source == source else None
+    agreed: DeviceProfile | None = groups.all_gather(same, in_world=True)[0]
+    if agreed is not None:
+        return agreed
+
+    # 2. Each rank measures its device, and all ranks together measure their links.
     profile = measured_profile(
         dispatcher.kernel,
         settings.dominant_kind,
@@ -134,121 +130,68 @@ def _measured_profile(
         collectives=False,
         limit_s=LIMIT_S,
     )
-    agreed: DeviceProfile = groups.all_gather(replace(measured, source=source), in_world=True)[0]
-    if folder is not None and groups.members[groups.rank] == 0:
+
+    # 3. Ranks agree on the first rank's result, which is kept.
+    result: DeviceProfile = groups.all_gather(replace(measured, source=source), in_world=True)[0]
+    if folder is not None and is_first:
         folder.mkdir(parents=True, exist_ok=True)
-        agreed.save(folder / PROFILE_FILE)
-    return agreed
+        result.save(folder / PROFILE_FILE)
+    return result
+
+
+def _description(dispatcher: Dispatcher) -> str:
+    """Return what measured costs depend on.
+
+    A kept profile with another description is measured again.
+    """
+    settings, device = dispatcher.settings, dispatcher.device
+    return (
+        f"Measured when training began: {settings.ranks} ranks on nodes of "
+        f"{settings.ranks_per_node}, {name_of(device)}, kernel {dispatcher.kernel.name}, "
+        f"{settings.dominant_kind}, {settings.bytes_per_value} bytes a value, at most "
+        f"{settings.tokens_per_rank} tokens a rank, torch {torch.__version__}, kernel costs "
+        f"{', '.join(cost.name for cost in fields(KernelCost))}"
+    )
+
+
+def _kept_profile(file: Path, *, warns: bool) -> DeviceProfile | None:
+    """Return the profile that an earlier run kept; None if there is none, or if it is damaged."""
+    try:
+        return DeviceProfile.load(str(file)) if file.exists() else None
+    except ValueError as error:  # a run ended while it wrote
+        if warns:
+            logger.warning(UNREADABLE, file, error.__cause__)
+        return None
 
 
 def observe(spans: Sequence[Span]) -> tuple[float, float]:
-    """Return a rank's seconds of a step in kernel calls, and between core attentions of the first forward pass."""
+    """Return a rank's seconds of a step in kernel calls, and between core attentions.
+
+    Between core attentions the first forward pass counts.
+    """
     kernel = sum(span.end - span.begin for span in spans if span.kind == "kernel")
-    backward = [
+    backward_begins = [
         span.begin for span in spans if span.work is not None and span.work.direction == "backward"
     ]
-    first_backward = min(backward, default=np.inf)
-    forward = np.array(
-        sorted((span.begin, span.end) for span in spans if span.end <= first_backward)
-    ).reshape(-1, 2)
-    gaps = forward[1:, 0] - np.maximum.accumulate(forward[:-1, 1])
+    first_backward = min(backward_begins, default=np.inf)
+    forward = sorted((span.begin, span.end) for span in spans if span.end <= first_backward)
+    begins, ends = np.array(forward).reshape(-1, 2).T
+    # From the end of all spans so far to the beginning of the next one. Spans may overlap.
+    gaps = begins[1:] - np.maximum.accumulate(ends[:-1])
     return kernel, float(gaps.clip(0).sum())
-
-
-def _predicted(plan: MicroBatchPlan, settings: PlanSettings, costs: StepCosts) -> Walked:
-    """Return the predicted seconds of a plan."""
-    return predict_plan(plan, costs, settings.node_of_ranks, settings.bytes_per_value)
-
-
-@dataclass(frozen=True)
-class Corrections:
-    """Ratios of observed to measured costs."""
-
-    attention: float = 1.0
-    other: float = 1.0  # of all computation besides kernel calls
-    slowness: tuple[
-        float, ...
-    ] = ()  # [ranks] time of each rank over the mean; empty if all ranks are alike
-
-    def applied(self, costs: StepCosts) -> StepCosts:
-        """Return the corrected costs."""
-        kinds = (
-            replace(
-                kind,
-                forward=kind.forward.scaled(self.attention),
-                backward=kind.backward.scaled(self.attention),
-            )
-            for kind in costs.kinds
-        )
-        others = {
-            name: getattr(costs, name) * self.other
-            for name in ("before", "after", "head", "launches")
-        }
-        mixing = costs.mixing and costs.mixing.scaled(self.other)
-        return replace(costs, kinds=tuple(kinds), slowness=self.slowness, mixing=mixing, **others)
-
-    def after(
-        self,
-        costs: StepCosts,
-        settings: PlanSettings,
-        plans: Sequence[Sequence[MicroBatchPlan]],
-        seen: FloatArray,
-    ) -> "Corrections":
-        """Return corrections for the observed steps, or these corrections if the error is at most `MOST_OFF`.
-
-        Args:
-            costs: as measured, without corrections.
-            seen: [steps, 2, ranks] seconds as `observe` returns them.
-        """
-        expected = []
-        for of_step in plans:
-            kernel = np.sum(
-                [
-                    predict_plan(
-                        plan, costs, settings.node_of_ranks, settings.bytes_per_value
-                    ).attention
-                    for plan in of_step
-                ],
-                axis=0,
-            )
-            first = of_step[0]
-            nano_batches = 1 if first.summary.exchange.bytes_total == 0 else len(first.nano_batches)
-            between = (costs.depth - 1) * (
-                first.tokens * costs.between + nano_batches * costs.launches
-            )
-            expected.append((kernel, between if costs.depth > 1 else kernel))
-        if costs.depth == 1:  # there is no time between layers
-            seen = seen[:, [0, 0]]
-        every = seen / np.maximum(expected, 1e-9)
-        attention, other = np.median(every.mean(axis=2), axis=0).tolist()
-        # A rank counts as slow if all its work is slow in all steps; the smallest ratio counts.
-        beside = (every / every.mean(axis=2, keepdims=True)).reshape(-1, every.shape[2])
-        slowness = np.clip(1.0, beside.min(axis=0), beside.max(axis=0))
-        if np.abs(slowness - 1).max() <= MOST_OFF:
-            slowness = np.ones(len(slowness))
-        known = np.array(self.slowness or (1.0,) * len(slowness))
-        off = [attention / self.attention, other / self.other, *(slowness / known)]
-        if all(abs(each - 1) <= MOST_OFF for each in off):
-            return self
-        return Corrections(
-            attention, other, () if np.all(slowness == 1) else tuple(slowness.tolist())
-        )
 
 
 class LearnedCosts(TrainerCallback):
     """Compare steps with the measured costs, and correct the costs on all ranks at the same step."""
 
     def __init__(self, dispatcher: Dispatcher) -> None:
-        self._dispatcher, self._choices = (
-            dispatcher,
-            dispatcher.settings.choices,
-        )  # with the costs as measured
+        self._dispatcher = dispatcher
+        self._choices = dispatcher.settings.choices  # with the costs as measured
         self._corrections = Corrections()
         self._recording: Recording | None = None
         self._plans: list[list[MicroBatchPlan]] = []  # of each watched step
-        self._seen: list[
-            tuple[float, float, float]
-        ] = []  # seconds of each: as `observe` returns, and of the step
+        # Seconds of each watched step: the two that `observe` returns, and the whole step.
+        self._observed: list[tuple[float, float, float]] = []
         self._began = 0.0
         # Seconds of the last watched step outside its micro-batches: optimizer and gradient
         # exchange.
@@ -272,24 +215,22 @@ class LearnedCosts(TrainerCallback):
         """Correct the costs after the last watched step; a collective at that step."""
         if self._recording is None or self._choices is None:
             return
-        self._seen.append((*observe(self._recording.take()), time.perf_counter() - self._began))
+        kernel_s, between_s = observe(self._recording.take())
+        self._observed.append((kernel_s, between_s, time.perf_counter() - self._began))
         self._recording.stop()
         self._recording = None
-        if len(self._seen) < WATCHED_STEPS:
-            return
-        measured, groups, settings = (
-            self._choices.costs,
-            self._dispatcher.groups,
-            self._dispatcher.settings,
+        if len(self._observed) == WATCHED_STEPS:
+            self._compare(self._choices.costs)
+
+    def _compare(self, measured: StepCosts) -> None:
+        """Compare the watched steps with the costs, and correct the costs. A collective."""
+        settings = self._dispatcher.settings
+        nodes, bytes_per_value = settings.node_of_ranks, settings.bytes_per_value
+        observed = self._observed_by_all()
+        plans, self._plans, self._observed = self._plans, [], []
+        corrections = self._corrections.after(
+            measured, plans, observed[:, :2], nodes, bytes_per_value
         )
-        # Ranks that share layers belong to several groups and need the same plans: the first
-        # group's steps count.
-        every = groups.all_gather((groups.members, self._seen), in_world=True)
-        seen = np.array([every[member][1] for member in every[0][0]]).transpose(
-            1, 2, 0
-        )  # [steps, 3, ranks]
-        plans, self._plans, self._seen = self._plans, [], []
-        corrections = self._corrections.after(measured, settings, plans, seen[:, :2])
         if corrections is not self._corrections:
             logger.info(
                 "measured costs differ from training steps; plans now use the corrections %s",
@@ -297,13 +238,28 @@ class LearnedCosts(TrainerCallback):
             )
             self._correct(corrections)
         costs = self._corrections.applied(measured)
-        predicted = [
-            sum(_predicted(plan, settings, costs).seconds for plan in of_step) for of_step in plans
-        ]
-        self.besides = max(float(np.median(seen[:, 2].mean(axis=1) - predicted)), 0.0)
+        predicted = []
+        for plans_of_step in plans:
+            walked = [predict_plan(plan, costs, nodes, bytes_per_value) for plan in plans_of_step]
+            predicted.append(sum(micro_batch.seconds for micro_batch in walked))
+        step_seconds = observed[:, 2].mean(axis=1)
+        self.besides = max(float(np.median(step_seconds - predicted)), 0.0)
+
+    def _observed_by_all(self) -> FloatArray:
+        """Return [steps, 3, ranks] seconds of the watched steps on all ranks. A collective.
+
+        Ranks that share layers belong to several groups and need the same plans: the steps of the
+        first group count.
+        """
+        groups = self._dispatcher.groups
+        gathered = groups.all_gather((groups.members, self._observed), in_world=True)
+        members_of_first, _ = gathered[0]
+        observed_by_rank = [gathered[member][1] for member in members_of_first]
+        return np.array(observed_by_rank).transpose(1, 2, 0)
 
     def _correct(self, corrections: Corrections) -> None:
-        present = self._dispatcher.settings.choices  # which a user may have changed
+        """Let plans use corrected costs, beside other choices that a user may have changed."""
+        present = self._dispatcher.settings.choices
         if present is not None and self._choices is not None:
             self._corrections = corrections
             self._dispatcher.choose_by(
@@ -324,26 +280,28 @@ class LearnedCosts(TrainerCallback):
         """Load the corrections of a checkpoint, or reset them. A collective."""
         if self._recording is not None:  # an earlier training ended among watched steps
             self._recording.stop()
-        self._recording, self._plans, self._seen = None, [], []
+        self._recording, self._plans, self._observed = None, [], []
         if self._choices is None:
             return
-        groups, kept = self._dispatcher.groups, None
+        groups = self._dispatcher.groups
+        kept: Corrections | None = None
         if folder is not None and groups.members[groups.rank] == 0:
             kept = _kept_corrections(folder / CORRECTIONS_FILE, self._choices.costs)
         self._correct(groups.all_gather(kept or Corrections(), in_world=True)[0])
 
 
 def _kept_corrections(file: Path, costs: StepCosts) -> Corrections | None:
-    """Return a checkpoint's corrections of the same measured costs.
+    """Return a checkpoint's corrections of the same measured costs; None if it has none.
 
-    None, with a warning, if they cannot be read.
+    A file that cannot be read is warned of.
     """
     if not file.exists():
         return None
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
-        kept = content["corrections"]
-        corrections = Corrections(**{**kept, "slowness": tuple(kept["slowness"])})
+        fields_of_file = content["corrections"]
+        slowness = tuple(fields_of_file["slowness"])  # a list in JSON
+        corrections = Corrections(**{**fields_of_file, "slowness": slowness})
         # Corrections of other measured costs belong to other devices or settings.
         return corrections if content["measured"] == repr(costs) else None
     except (OSError, ValueError, TypeError, KeyError) as error:

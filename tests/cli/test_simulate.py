@@ -153,7 +153,9 @@ def test_shapes_of_models():
     found = model_shape(model_of_config(config_of_shape(expected), torch.float32))
     norms = 3 * 2 * 512 + 512  # of the layers, and the last one
     assert found == replace(
-        expected, after=expected.after + norms // 3, parameters=expected.parameters + norms
+        expected,
+        after_attention=expected.after_attention + norms // 3,
+        parameters=expected.parameters + norms,
     )
     config = Qwen3NextConfig()  # Qwen3-Next 80B-A3B
     found = model_shape(model_of_config(config, torch.bfloat16))
@@ -167,13 +169,17 @@ def test_shapes_of_models():
     assert mixing.state_bytes == 4 << 20
     # Projections of queries, keys, values, gates and decays; the output's, the router, 11 experts
     # and norms.
-    assert mixing.before == pytest.approx(2048 * (2 * 2048 + 2 * 4096 + 64), rel=0.01)
-    assert mixing.after == pytest.approx(4096 * 2048 + 2048 * 512 + 11 * 3 * 2048 * 512, rel=0.01)
+    assert mixing.before_mixing == pytest.approx(2048 * (2 * 2048 + 2 * 4096 + 64), rel=0.01)
+    assert mixing.after_mixing == pytest.approx(
+        4096 * 2048 + 2048 * 512 + 11 * 3 * 2048 * 512, rel=0.01
+    )
     assert found.operations == pytest.approx(3.67e9, rel=0.01)
     # Of an 80B model some 6 % of a mixing layer's operations are its recurrence's; r and A take
     # half as much again.
     recurrence, more = mixing.operations
-    assert recurrence / (mixing.before + mixing.after) == pytest.approx(0.044, rel=0.1)
+    assert recurrence / (mixing.before_mixing + mixing.after_mixing) == pytest.approx(
+        0.044, rel=0.1
+    )
     assert 0.6 < more / recurrence < 0.8
 
 

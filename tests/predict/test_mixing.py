@@ -15,7 +15,14 @@ from hf_distca.predict.walk import document_seconds, predict_plan
 
 LINKS = Links(LinkCost(1.0, 10.0), LinkCost(2.0, 5.0))
 COSTS = MixingCosts(
-    layers=1, before=1.0, mix=2.0, continued=3.0, after=4.0, run=0.5, halo=10.0, state=100.0
+    layers=1,
+    before_mixing=1.0,
+    mix=2.0,
+    continued=3.0,
+    after_mixing=4.0,
+    run=0.5,
+    halo=10.0,
+    state=100.0,
 )
 
 
@@ -58,7 +65,7 @@ def test_segments_and_messages():
         [3, 4],
         [1, 4],
     )
-    assert (counted.segments.tolist(), counted.whole.tolist(), counted.runs.tolist()) == (
+    assert (counted.segments.tolist(), counted.uncut_documents.tolist(), counted.runs.tolist()) == (
         [2, 1],
         [1, 0],
         [3, 1],

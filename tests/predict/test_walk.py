@@ -168,7 +168,14 @@ def test_a_step_of_layers_that_mix_rows():
     """
     kernel, links = KernelCost(0, 0, 0, 0), Links(LinkCost(0.0, np.inf), LinkCost(0.0, np.inf))
     mixing = MixingCosts(
-        layers=6, before=1.0, mix=2.0, continued=0.0, after=4.0, run=0.0, halo=0.0, state=0.0
+        layers=6,
+        before_mixing=1.0,
+        mix=2.0,
+        continued=0.0,
+        after_mixing=4.0,
+        run=0.0,
+        halo=0.0,
+        state=0.0,
     )
     kind, layout = AttentionKind(), fixed_layout([[10]], 1)
     costs = StepCosts(

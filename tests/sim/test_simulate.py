@@ -17,7 +17,9 @@ from hf_distca.sim.simulate import DRAWN_FOR_RANKS, StrategyFigures, advice, sim
 from hf_distca.sim.strategies import data_and_context_parallel, plain, planned
 
 KIND = AttentionKind(None, 2, 1, 4, 4)
-MODEL = ModelShape({KIND: 3}, hidden=8, before=5, after=6, head=7, parameters=1000)
+MODEL = ModelShape(
+    {KIND: 3}, hidden=8, before_attention=5, after_attention=6, head=7, parameters=1000
+)
 FREE = Links(LinkCost(0, np.inf), LinkCost(0, np.inf))
 PROFILE = DeviceProfile(
     "unit", "a pair takes a second", "float32", KIND, KernelCost(0, 0, 0, 1.0), KernelCost(0, 0, 0, 2.0),

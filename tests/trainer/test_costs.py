@@ -13,10 +13,11 @@ import hf_distca
 from hf_distca.dispatch.recorder import Span, Work
 from hf_distca.planner.micro_batch import plan_micro_batch
 from hf_distca.planner.settings import PlanSettings
+from hf_distca.predict.corrections import Corrections
 from hf_distca.predict.profile import DeviceProfile
 from hf_distca.predict.seconds import KernelCost, KindCosts, LinkCost, Links, MixingCosts, StepCosts
 from hf_distca.trainer.assembly import make_dispatcher
-from hf_distca.trainer.costs import PROFILE_FILE, Corrections, LearnedCosts, choices_of, observe
+from hf_distca.trainer.costs import PROFILE_FILE, LearnedCosts, choices_of, observe
 from tests.models_and_batches import SMALL_KIND, exchanging, small_model
 from tests.trainer.small_trainers import make_trainer
 
@@ -134,7 +135,9 @@ def test_costs_are_measured_once_agreed_on_and_kept(rank_pools, tmp_path):
     )  # fewer of an earlier version
     assert other != costs
     assert source_of_other == source.replace("at most 64 tokens a rank", "at most 32 tokens a rank")
-    assert min(costs.before, costs.after, costs.launches, costs.exchange.start) > 0
+    assert (
+        min(costs.before_attention, costs.after_attention, costs.launches, costs.exchange.start) > 0
+    )
     assert costs.exchange.within.bandwidth > 1e6
 
 
@@ -145,8 +148,8 @@ COSTS = StepCosts(
             SMALL_KIND, LAYERS, KernelCost(0.0, 0.0, 0.0, 1.0), KernelCost(0.0, 0.0, 0.0, 2.0)
         ),
     ),
-    before=1.0,
-    after=3.0,
+    before_attention=1.0,
+    after_attention=3.0,
     backward_factor=2.0,
     head=5.0,
     exchange=Links(LinkCost(0.0, 1e9), LinkCost(0.0, 1e9)),
@@ -166,7 +169,8 @@ def corrected(
     measured.
     """
     seen = np.array(steps).transpose(0, 2, 1) * np.array([[KERNEL], [between]])
-    return known.after(costs, SETTINGS, [[PLAN]] * len(steps), seen)
+    nodes, bytes_per_value = SETTINGS.node_of_ranks, SETTINGS.bytes_per_value
+    return known.after(costs, [[PLAN]] * len(steps), seen, nodes, bytes_per_value)
 
 
 def test_costs_that_are_off_are_scaled_by_the_median_of_the_steps():
@@ -177,8 +181,8 @@ def test_costs_that_are_off_are_scaled_by_the_median_of_the_steps():
     costs = found.applied(COSTS)
     assert costs.kinds[0].forward.pair == 2.0
     assert costs.kinds[0].backward.pair == 4.0
-    assert costs.before == 0.5
-    assert costs.after == 1.5
+    assert costs.before_attention == 0.5
+    assert costs.after_attention == 1.5
     assert costs.head == 2.5
     assert costs.launches == 0.5
     assert costs.exchange == COSTS.exchange
@@ -262,7 +266,7 @@ def test_training_corrects_costs_on_all_ranks_alike_and_resumes_with_them(rank_p
     replace(DeviceProfile.load("cpu"), bytes_per_second=1e3).save(tmp_path / "slow.json")
     (measured, costs, again, logged), (_, other, *_) = rank_pools[2].run(_trained, tmp_path)
     assert costs == other == again
-    assert costs.before < measured.before / 2
+    assert costs.before_attention < measured.before_attention / 2
     names = ("step_ms", "step_ms_predicted", "gain_predicted", "plans_without_exchange")
     assert {f"distca/{name}" for name in names} <= logged[-1].keys()
     measured_ms = np.array([entry["distca/step_ms"] for entry in logged])

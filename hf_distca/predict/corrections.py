@@ -1,0 +1,120 @@
+"""Corrections of measured costs, from the seconds of training steps."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from hf_distca.plan import MicroBatchPlan
+from hf_distca.predict.seconds import FloatArray, StepCosts
+from hf_distca.predict.walk import predict_plan
+
+TOLERATED_ERROR = 0.1
+"""Relative error up to which costs stay unchanged, so that plans stay the same from run to run."""
+SHORTEST = 1e-9
+"""Least expected seconds, to avoid a division by zero."""
+
+
+@dataclass(frozen=True)
+class Corrections:
+    """Ratios of observed to measured costs."""
+
+    attention: float = 1.0
+    other: float = 1.0  # of all computation besides kernel calls
+    # [ranks] time of each rank over the mean; empty if all ranks are alike.
+    slowness: tuple[float, ...] = ()
+
+    def applied(self, costs: StepCosts) -> StepCosts:
+        """Return the corrected costs."""
+        kinds = (
+            replace(
+                kind,
+                forward=kind.forward.scaled(self.attention),
+                backward=kind.backward.scaled(self.attention),
+            )
+            for kind in costs.kinds
+        )
+        return replace(
+            costs,
+            kinds=tuple(kinds),
+            before_attention=costs.before_attention * self.other,
+            after_attention=costs.after_attention * self.other,
+            head=costs.head * self.other,
+            launches=costs.launches * self.other,
+            slowness=self.slowness,
+            mixing=costs.mixing and costs.mixing.scaled(self.other),
+        )
+
+    def after(
+        self,
+        costs: StepCosts,
+        plans: Sequence[Sequence[MicroBatchPlan]],
+        observed: FloatArray,
+        nodes: Sequence[int],
+        bytes_per_value: int,
+    ) -> "Corrections":
+        """Return corrections for observed steps, or these corrections if they are about right.
+
+        Args:
+            costs: as measured, without corrections.
+            plans: of the micro-batches of each step.
+            observed: [steps, 2, ranks] seconds in kernel calls of a step, and between core
+                attentions of its first forward.
+            nodes: [ranks] node of each rank.
+            bytes_per_value: size of a value in the dtype of core attention.
+        """
+        # 1. Ratios of observed to expected seconds, [steps, 2, ranks].
+        expected = []
+        for plans_of_step in plans:
+            kernel = _kernel_seconds(plans_of_step, costs, nodes, bytes_per_value)
+            # With one layer there is no time between core attentions: kernel calls count for both.
+            between = kernel if costs.depth == 1 else _seconds_between(plans_of_step[0], costs)
+            expected.append((kernel, between))
+        if costs.depth == 1:
+            observed = observed[:, [0, 0]]
+        ratios = observed / np.maximum(expected, SHORTEST)
+
+        # 2. The median of the steps counts.
+        attention, other = np.median(ratios.mean(axis=2), axis=0).tolist()
+        slowness = _slowness(ratios)
+
+        # 3. Small errors of these corrections change nothing.
+        known_slowness = np.array(self.slowness or (1.0,) * len(slowness))
+        errors = [attention / self.attention, other / self.other, *(slowness / known_slowness)]
+        if all(abs(error - 1) <= TOLERATED_ERROR for error in errors):
+            return self
+        all_alike = bool(np.all(slowness == 1))
+        return Corrections(attention, other, () if all_alike else tuple(slowness.tolist()))
+
+
+def _kernel_seconds(
+    plans: Sequence[MicroBatchPlan], costs: StepCosts, nodes: Sequence[int], bytes_per_value: int
+) -> FloatArray:
+    """Return [ranks] expected seconds in kernel calls of a step."""
+    predicted = [predict_plan(plan, costs, nodes, bytes_per_value) for plan in plans]
+    seconds: FloatArray = np.sum([walked.attention for walked in predicted], axis=0)
+    return seconds
+
+
+def _seconds_between(plan: MicroBatchPlan, costs: StepCosts) -> FloatArray:
+    """Return [ranks] expected seconds between the core attentions of a micro-batch's forward."""
+    # Where nothing moves, a layer runs once on the rows of both nano-batches.
+    runs = 1 if plan.summary.exchange.bytes_total == 0 else len(plan.nano_batches)
+    layer_seconds = plan.tokens * costs.between + runs * costs.launches
+    return np.asarray((costs.depth - 1) * layer_seconds, np.float64)
+
+
+def _slowness(ratios: FloatArray) -> FloatArray:
+    """Return [ranks] how slow each rank is, over the mean; 1 for all if the error is small.
+
+    A rank counts as slow if all its work is slow in all steps; the smallest ratio counts. It counts
+    as fast if all its work is fast in all steps.
+
+    Args:
+        ratios: [steps, 2, ranks] observed over expected seconds.
+    """
+    to_mean = (ratios / ratios.mean(axis=2, keepdims=True)).reshape(-1, ratios.shape[2])
+    slowness: FloatArray = np.clip(1.0, to_mean.min(axis=0), to_mean.max(axis=0))
+    if np.abs(slowness - 1).max() <= TOLERATED_ERROR:
+        return np.ones(len(slowness))
+    return slowness

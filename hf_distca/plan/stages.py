@@ -30,19 +30,16 @@ def stage_slots(stages: int, *, forwards: bool) -> tuple[int, ...]:
 
 
 def with_stages(
-    plan: Plan, buffer_rows: int, *, stages: int, together: bool = False, most: int | None = None
+    plan: Plan, buffer_rows: int, *, most: int, stages: int, together: bool = False
 ) -> Plan:
     """Divide a plan without stages into stages, if its exchanges need them.
 
     Args:
-        stages, together, most: as in `stage_rows`; `most` is counted if it is None.
+        buffer_rows, most, stages, together: as in `stage_rows`. `count_plan` counts `most`.
     """
-    most = int(rows_by_stage(plan).max(initial=0)) if most is None else most
     in_hops = plan.nodes is not None
-    return replace(
-        plan,
-        stage_rows=stage_rows(most, buffer_rows, stages=stages, in_hops=in_hops, together=together),
-    )
+    rows = stage_rows(most, buffer_rows, stages=stages, in_hops=in_hops, together=together)
+    return replace(plan, stage_rows=rows)
 
 
 def stage_rows(

@@ -13,18 +13,13 @@ import numpy as np
 
 from hf_distca.plan import AttentionKind, MicroBatchPlan, Plan
 from hf_distca.plan.cost import Workers, pairs
-from hf_distca.plan.intervals import by_document, cut_at, merged, moved_by
-from hf_distca.plan.metrics import (
-    RowsMoved,
-    bytes_by_link,
-    exchange_figures,
-    link_seconds,
-    loads_of,
-)
+from hf_distca.plan.intervals import IntArray, by_document, cut_at, merged, moved_by
+from hf_distca.plan.metrics import exchange_figures, link_seconds, loads_of
 from hf_distca.plan.stages import usual_stages, with_stages
 from hf_distca.planner.balance import balance, ideals_inside
 from hf_distca.planner.balancing_pass import Problem, balancing_pass
 from hf_distca.planner.settings import PlanSettings
+from hf_distca.predict.counts import CountedPlan, count_plan
 
 IDLE = 1e-9
 """Speed of a rank that should compute no core attention."""
@@ -56,48 +51,81 @@ def plan_with_servers(
             f"{len(workers)} workers for {ranks} ranks leave no server; describe at least one "
             "worker more than there are ranks"
         )
-    computing = (
-        workers
-        if ranks_serve
-        else Workers((IDLE,) * ranks + workers.speed[ranks:], (0.0,) * len(workers))
-    )
-    nodes = None if settings.nodes is None else list(settings.nodes)
-    if nodes is not None:
-        for node in server_nodes or [None] * servers:
-            nodes.append(max(nodes) + 1 if node is None else node)
+    computing = workers if ranks_serve else _idle_ranks(workers, ranks)
+    nodes = _nodes_of_workers(settings, servers, server_nodes)
+
+    # 1. Balance each nano-batch over ranks and servers, in stages.
+    link_nodes = nodes or range(len(workers))
     stages = usual_stages(len(plan.nano_batches))
+    dominant = settings.dominant_kind
     nano_batches = []
-    for nano in plan.nano_batches:
+    forward_bytes: IntArray = np.zeros((2, 2, len(workers)), np.int64)
+    finishing = np.zeros(len(workers))
+    for nano_batch in plan.nano_batches:
         plans = {}
-        for kind in nano.plans:
-            of_kind = balance(nano.layout, kind, settings, computing, nodes)
-            of_kind = of_kind if ranks_serve else without_ranks(of_kind, workers.speed)
-            plans[kind] = with_stages(of_kind, settings.buffer_rows(kind), stages=stages)
-        nano_batches.append(replace(nano, plans=plans))
-    kind = settings.dominant_kind
-    dominant = [nano.plans[kind] for nano in nano_batches]
-    each = [workers.finishing(loads_of(plan, settings.row_overhead)) for plan in dominant]
-    finishing = np.sum(each, axis=0)[0 if ranks_serve else ranks :]
-    in_nodes, row_bytes = nodes or range(len(workers)), settings.row_bytes(kind)
-    moved = np.sum([bytes_by_link(plan, row_bytes, in_nodes) for plan in dominant], axis=0)
+        for kind in nano_batch.plans:
+            balanced = balance(nano_batch.layout, kind, settings, computing, nodes)
+            if not ranks_serve:
+                balanced = without_ranks(balanced, workers.speed)
+            counted = count_plan(balanced, kind, settings.bytes_per_value, link_nodes)
+            plans[kind] = with_stages(
+                balanced, settings.buffer_rows(kind), stages=stages, most=counted.most_rows
+            )
+            if kind == dominant:
+                forward_bytes += counted.forward_bytes
+                finishing += workers.finishing(loads_of(balanced, settings.row_overhead))
+        nano_batches.append(replace(nano_batch, plans=plans))
+
+    # 2. Sum up the costliest kind of attention over the nano-batches.
+    computing_workers = finishing if ranks_serve else finishing[ranks:]
     summary = replace(
         plan.summary,
-        max_over_mean=float(finishing.max() / finishing.mean()),
-        exchange=exchange_figures(moved, in_nodes),
+        max_over_mean=float(computing_workers.max() / computing_workers.mean()),
+        exchange=exchange_figures(forward_bytes, link_nodes),
     )
     return replace(plan, nano_batches=tuple(nano_batches), summary=summary)
 
 
+def _idle_ranks(workers: Workers, ranks: int) -> Workers:
+    """Return workers of which the ranks should compute no core attention."""
+    return Workers((IDLE,) * ranks + workers.speed[ranks:], (0.0,) * len(workers))
+
+
+def _nodes_of_workers(
+    settings: PlanSettings, servers: int, server_nodes: Sequence[int | None] | None
+) -> list[int] | None:
+    """Return [workers] the node of each worker, or None if all links are alike.
+
+    Args:
+        server_nodes: as in `plan_with_servers`.
+    """
+    if settings.nodes is None:
+        return None
+    nodes = list(settings.nodes)
+    for node in server_nodes or [None] * servers:
+        nodes.append(max(nodes) + 1 if node is None else node)
+    return nodes
+
+
 def without_ranks(plan: Plan, speeds: Sequence[float]) -> Plan:
-    """Give the tasks left on ranks to the servers that finish first, the largest first, for [workers] speeds."""
-    tasks, ranks = plan.tasks.copy(), plan.layout.ranks
+    """Give the tasks that are left on ranks to the servers that finish first.
+
+    The largest tasks are given first.
+
+    Args:
+        speeds: [workers] pairs per unit of time.
+    """
+    tasks = plan.tasks.copy()
+    ranks = plan.layout.ranks
+    server_speeds = np.asarray(speeds[ranks:])
     cost = pairs(tasks["start"], tasks["stop"], plan.window)
-    loads = np.bincount(tasks["worker"], weights=cost, minlength=plan.workers)[ranks:]
-    left = np.flatnonzero(tasks["worker"] < ranks)
-    for index in left[np.argsort(-cost[left], kind="stable")].tolist():
-        server = int(np.argmin((loads + cost[index]) / np.asarray(speeds[ranks:])))
-        loads[server] += cost[index]
-        tasks["worker"][index] = ranks + server
+    server_loads = np.bincount(tasks["worker"], weights=cost, minlength=plan.workers)[ranks:]
+    on_ranks = np.flatnonzero(tasks["worker"] < ranks)
+    largest_first = on_ranks[np.argsort(-cost[on_ranks], kind="stable")]
+    for task in largest_first.tolist():
+        server = int(np.argmin((server_loads + cost[task]) / server_speeds))
+        server_loads[server] += cost[task]
+        tasks["worker"][task] = ranks + server
     return replace(plan, tasks=merged(tasks))
 
 
@@ -114,48 +142,63 @@ def plan_lost(
     segments and the plan's tasks end. A rank computes `pairs_per_second`, forward and backward
     together.
     """
+    # 1. Local tasks, and tasks balanced anywhere or inside nodes.
     local = local_tasks(plan, workers)
-    ranks, candidates = local.workers, [local]
+    repairs = [local, _balanced_again(local, (0,) * local.workers, kind, settings)]
+    if local.nodes is not None:
+        repairs.append(_balanced_again(local, local.nodes, kind, settings))
+
+    # 2. The one that finishes first. Among equals it is the one with the fewest moves.
+    rank_nodes = settings.node_of_ranks
+    counts = [count_plan(repair, kind, settings.bytes_per_value, rank_nodes) for repair in repairs]
+    seconds = [
+        seconds_of(repair, counted, settings, pairs_per_second)
+        for repair, counted in zip(repairs, counts, strict=True)
+    ]
+    soonest = int(np.argmin(seconds))
+    return with_stages(
+        repairs[soonest],
+        settings.buffer_rows(kind),
+        stages=usual_stages(1),
+        most=counts[soonest].most_rows,
+    )
+
+
+def _balanced_again(
+    local: Plan, nodes: Sequence[int], kind: AttentionKind, settings: PlanSettings
+) -> Plan:
+    """Return local tasks balanced in one pass of few moves, inside [ranks] nodes."""
+    ranks = local.workers
     # An infinite tolerance keeps cuts on the blocks' boundaries.
-    problem = Problem(local.layout, kind, settings, Workers.uniform(ranks), np.full(ranks, np.inf))
+    tolerance = np.full(ranks, np.inf)
+    problem = Problem(local.layout, kind, settings, Workers.uniform(ranks), tolerance)
     tasks = moved_by(local.tasks, problem.origin)
-    for nodes in (
-        (0,) * ranks,
-        local.nodes,
-    ):  # balanced in one pass of few moves: anywhere, or inside nodes
-        if nodes is not None:
-            group = np.asarray(nodes)
-            limits = ideals_inside(problem.loads(tasks), problem.workers, group) * (
-                1 + settings.balance_tolerance
-            )
-            spread = balancing_pass(problem, tasks, limits, limits, group)
-            candidates.append(replace(local, tasks=moved_by(spread, -problem.origin)))
-    soonest = min(candidates, key=lambda plan: seconds_of(plan, kind, settings, pairs_per_second))
-    return with_stages(soonest, settings.buffer_rows(kind), stages=usual_stages(1))
+    group = np.asarray(nodes)
+    ideals = ideals_inside(problem.loads(tasks), problem.workers, group)
+    limits = ideals * (1 + settings.balance_tolerance)
+    balanced = balancing_pass(problem, tasks, limits, limits, group)
+    return replace(local, tasks=moved_by(balanced, -problem.origin))
 
 
 def local_tasks(plan: Plan, workers: Collection[int]) -> Plan:
     """Return the tasks of some workers alone, each row at the rank that holds it, in one stage."""
     ranks = plan.layout.ranks
     lost = plan.tasks.compress(np.isin(plan.tasks["worker"], list(workers)))
-    tasks, held = cut_at(lost, by_document(plan.layout.segments))
-    tasks["worker"] = held["rank"]
+    tasks, segments = cut_at(lost, by_document(plan.layout.segments))
+    tasks["worker"] = segments["rank"]
     tasks = tasks.take(np.lexsort((tasks["start"], tasks["document"], tasks["worker"])))
-    return Plan(
-        plan.layout,
-        tasks,
-        ranks,
-        plan.window,
-        nodes=None if plan.nodes is None else plan.nodes[:ranks],
-    )
+    nodes = None if plan.nodes is None else plan.nodes[:ranks]
+    return Plan(plan.layout, tasks, ranks, plan.window, nodes=nodes)
 
 
 def seconds_of(
-    plan: Plan, kind: AttentionKind, settings: PlanSettings, pairs_per_second: float
+    plan: Plan, counted: CountedPlan, settings: PlanSettings, pairs_per_second: float
 ) -> float:
-    """Return the seconds of the busiest rank's pairs and the busiest link's bytes, forward and backward of a layer."""
+    """Return the seconds of the busiest rank's pairs and of the busiest link's bytes.
+
+    They are those of a layer's forward and backward, for a plan over ranks alone.
+    """
     loads = loads_of(plan, settings.row_overhead)
-    nodes = settings.node_of_ranks
-    moved, row_bytes = RowsMoved.of(plan, nodes), settings.row_bytes(kind)
-    exchanges = (moved.forward_bytes(row_bytes), moved.backward_bytes(row_bytes))
-    return float(loads.max()) / pairs_per_second + sum(map(link_seconds, exchanges))
+    computing_s = float(loads.max()) / pairs_per_second
+    backward_bytes = counted.among_ranks.backward_bytes(counted.row_bytes)
+    return computing_s + (link_seconds(counted.forward_bytes) + link_seconds(backward_bytes))

@@ -48,6 +48,12 @@ def quarters(length, ranks=4):
     return Plan(fixed_layout([[length]], ranks), tasks, ranks)
 
 
+def divided(plan, buffer_rows, **options):
+    """Return the plan in stages, for the rows that the busiest rank sends or receives."""
+    most = int(rows_by_stage(plan).max(initial=0))
+    return with_stages(plan, buffer_rows, most=most, **options)
+
+
 @settings(max_examples=500)
 @given(plans_of_all_kinds(), st.none() | st.integers(1, 12))
 def test_every_query_sees_its_keys_once_and_results_go_home(plan, stage_rows):
@@ -283,19 +289,17 @@ def test_what_fits_travels_at_once():
     ):
         plan = replace(quarters(32), nodes=nodes)
         for buffer_rows, stage_rows in stages.items():
-            assert (
-                with_stages(plan, buffer_rows, stages=1, together=together).stage_rows == stage_rows
-            )
+            assert divided(plan, buffer_rows, stages=1, together=together).stage_rows == stage_rows
     # A nano-batch alone has stages that hide its exchange.
-    plan = with_stages(quarters(32768), 2**20, stages=4)
+    plan = divided(quarters(32768), 2**20, stages=4)
     assert plan.stage_rows == 24576 // STAGES_ALONE
     assert len(rows_by_stage(plan)) == STAGES_ALONE
-    assert with_stages(quarters(32768), 1000, stages=4).stage_rows == 1000
-    in_nodes = with_stages(replace(quarters(32768), nodes=NODES), 2**20, stages=4)
+    assert divided(quarters(32768), 1000, stages=4).stage_rows == 1000
+    in_nodes = divided(replace(quarters(32768), nodes=NODES), 2**20, stages=4)
     assert len(rows_by_stage(in_nodes)) == STAGES_ALONE
     # Small ones have none that are not worth it.
-    assert with_stages(quarters(4096), 2**20, stages=4).stage_rows == SMALLEST_STAGE
-    assert with_stages(quarters(1024), 2**20, stages=4).stage_rows is None
+    assert divided(quarters(4096), 2**20, stages=4).stage_rows == SMALLEST_STAGE
+    assert divided(quarters(1024), 2**20, stages=4).stage_rows is None
 
     # Settings say how many bytes travel at a time. One document on both ranks; rows of K and V of
     # 4096 bytes.
@@ -321,7 +325,7 @@ def test_stages_of_windows_hold_the_rows_that_windows_reach_back_for():
 
 @given(plans_of_all_kinds(), st.integers(1, 12))
 def test_stages_hold_so_many_rows_and_servers_have_one(plan, buffer_rows):
-    staged, ranks = with_stages(plan, buffer_rows, stages=1), plan.layout.ranks
+    staged, ranks = divided(plan, buffer_rows, stages=1), plan.layout.ranks
     rows, whole = rows_by_stage(staged), rows_by_stage(plan)
     assert (staged.stage_rows is None) == (whole.max(initial=0) <= buffer_rows)
     if plan.window is None:

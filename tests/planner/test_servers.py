@@ -10,16 +10,17 @@ from hf_distca.plan import TASK, AttentionKind, Plan
 from hf_distca.plan.cost import RowBytes, Workers
 from hf_distca.plan.metrics import bytes_by_link, bytes_moved, exchange_figures, loads_of
 from hf_distca.plan.stages import rows_by_stage
+from hf_distca.planner import servers
 from hf_distca.planner.layout import fixed_layout
 from hf_distca.planner.micro_batch import plan_micro_batch, plan_placed
 from hf_distca.planner.servers import (
     local_tasks,
     plan_lost,
     plan_with_servers,
-    seconds_of,
     without_ranks,
 )
 from hf_distca.planner.settings import PlanSettings
+from hf_distca.predict.counts import count_plan
 from tests.planner.carried_out import carried_out, plans_of_all_kinds
 from tests.planner.plan_checks import check_plan, rows_of
 
@@ -120,6 +121,11 @@ SLOW, FAST = 1e-3, 1e15  # pairs per second of ranks that bytes, or pairs, cost 
 
 def settings_of(ranks, block, **others):
     return PlanSettings(ranks, 64, (KIND,), balance_block_size=block, **others)
+
+
+def seconds_of(plan, kind, settings, pairs_per_second):
+    counted = count_plan(plan, kind, settings.bytes_per_value, settings.node_of_ranks)
+    return servers.seconds_of(plan, counted, settings, pairs_per_second)
 
 
 def test_the_summary_is_of_the_costliest_kind_of_attention_and_of_links_inside_nodes_and_between():

@@ -1,4 +1,7 @@
-"""Links from pages to files of the repository, which the site does not contain: their text stays, as code."""
+"""Links from pages to files of the repository, which the site does not contain.
+
+Their text stays, as code.
+"""
 
 import re
 from pathlib import Path
@@ -6,7 +9,9 @@ from typing import Any
 
 
 def on_page_markdown(markdown: str, *, page: Any, config: Any, **_: Any) -> str:
-    """Replace links to files outside the documentation by their text; called by MkDocs for each page.
+    """Replace links to files outside the documentation by their text.
+
+    MkDocs calls this for each page.
 
     A link to a file that does not exist stays as it is, so that a strict build fails.
     """

@@ -9,7 +9,10 @@ FORK_HANGS = "Python 3.11.0 to 3.11.9 can hang in a fork (gh-112275); install 3.
 
 
 def fork_can_hang(version: Sequence[int] = sys.version_info[:3]) -> bool:
-    """Return whether a forked process can wait for ever for a lock that another thread held at the fork."""
+    """Return whether a forked process can wait for a lock for ever.
+
+    Another thread held the lock at the fork.
+    """
     return (3, 11, 0) <= tuple(version) < (3, 11, 10)
 
 

@@ -18,7 +18,9 @@ INTERRUPTED = 128 + signal.SIGINT
 
 
 def record(main: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
-    """Let the launcher report why a script's main function failed, as torch's `record` does, in one line if possible.
+    """Let the launcher report why a script's main function failed.
+
+    Torch's `record` does so, too; here the report is one line if possible.
 
     ```python
     @hf_distca.record

@@ -1,4 +1,7 @@
-"""Read values as people write them: tokens such as "32k", bytes such as "128MiB", on, off or "auto"."""
+"""Read values as people write them.
+
+These are tokens such as "32k", bytes such as "128MiB", and on, off or "auto".
+"""
 
 import re
 from argparse import ArgumentTypeError

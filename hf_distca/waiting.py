@@ -1,4 +1,7 @@
-"""Waits that are never silent: a wait has a name and a limit, and ends with an error that says what to do."""
+"""Waits that are never silent.
+
+A wait has a name and a limit, and ends with an error that says what to do.
+"""
 
 import logging
 import threading

@@ -128,7 +128,8 @@ class DistCACollator:
         ...         collate_fn=DistCACollator(rank),
         ...     )
         ...     batch = next(iter(loader))
-        ...     print(rank, *(batch[name].tolist() for name in ("input_ids", "position_ids", "labels")))
+        ...     names = ("input_ids", "position_ids", "labels")
+        ...     print(rank, *(batch[name].tolist() for name in names))
         0 [[11, 12, 13]] [[0, 1, 2]] [[12, 13, 14]]
         1 [[14, 21, 22]] [[3, 0, 1]] [[-100, 22, -100]]
 

@@ -56,7 +56,10 @@ class Limits:
                 )
 
     def check_length(self, length: int, name: str) -> None:
-        """Raise ValueError if a document, called `name`, has tokens beyond the model's positions."""
+        """Raise ValueError if a document has tokens beyond the model's positions.
+
+        The error calls the document `name`.
+        """
         if self.positions is not None and length > self.positions:
             raise Data.BEYOND_POSITIONS.error(name=name, length=length, positions=self.positions)
 

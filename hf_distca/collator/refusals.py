@@ -1,4 +1,7 @@
-"""Table of data that cannot be trained on exactly: columns, documents, streams and batches of collators."""
+"""Table of data that cannot be trained on exactly.
+
+It has columns, documents, streams and batches of collators.
+"""
 
 from hf_distca.refusal import Refusal
 

@@ -39,7 +39,10 @@ class EpochStream(IterableDataset[Any]):
 
     @classmethod
     def around(cls, stream: Any) -> Any:
-        """Return the stream, in an `EpochStream` if it has epochs and does not share them itself."""
+        """Return the stream, in an `EpochStream` where that is needed.
+
+        It is needed if the stream has epochs and does not share them itself.
+        """
         shares_epoch = isinstance(stream, datasets.IterableDataset)
         return cls(stream) if hasattr(stream, "set_epoch") and not shares_epoch else stream
 

@@ -14,13 +14,14 @@ head dim of values.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from hf_distca.dispatch.bound import BoundPlan
+from hf_distca.dispatch.bound import BoundNanoBatch, BoundPlan
 from hf_distca.dispatch.checkpoints import is_checkpointed, is_recomputation
 from hf_distca.dispatch.executor import CoreAttention, without_autocast
 from hf_distca.dispatch.recorder import Work
@@ -40,7 +41,9 @@ def disaggregated_attention(
     *,
     chunk: int | None = None,
 ) -> Tensor:
-    """Compute core attention of this rank's rows on the workers that the plan names, and return o_THE.
+    """Compute core attention of this rank's rows, and return o_THE.
+
+    The workers that the plan names compute it.
 
     Args:
         q_THD: queries after position embedding; q, k and v have one dtype.
@@ -53,66 +56,28 @@ def disaggregated_attention(
             f"the plan gives this rank {plan.rows} rows, but the model runs on {q_THD.shape[0]}; "
             "use each plan only with the batch that it was made for"
         )
-    runtime = plan.runtime
-    runtime.kernel.check(Need(q_THD.dtype, q_THD.shape[2], v_TGE.shape[2], params), q_THD.device)
+    plan.runtime.kernel.check(
+        Need(q_THD.dtype, q_THD.shape[2], v_TGE.shape[2], params), q_THD.device
+    )
     kind = AttentionKind(
         params.window, q_THD.shape[1], k_TGD.shape[1], q_THD.shape[2], v_TGE.shape[2], chunk
     )
-    kept_results, recomputes = plan.kept_results, is_recomputation()
-    keeps = (
-        runtime.keep_core_attention
-        and not recomputes
-        and is_checkpointed(module is None or module.training)
-    )
-    layer = getattr(module, "layer_idx", None)
+    call = _LayerCall.begin(plan, kind, params, module)
     if kind in plan.local:
-        tasks, number = plan.local[kind], plan.nano_batches[0].index
-
-        def run(direction: Direction, *inputs: Tensor) -> tuple[Tensor, ...]:
-            """Call the kernel on all rows, recorded as one phase."""
-            work = Work(layer, number, direction)
-            compute: Callable[..., tuple[Tensor, ...]] = getattr(runtime.kernel, direction)
-            with (
-                without_autocast(runtime.device.type),
-                runtime.recorder.span("phase", "run local", work),
-                runtime.recorder.span("kernel", "local", work, tasks.pairs),
-            ):
-                return compute(*inputs, tasks.shapes, params)
-
-        key = (module, number)
-        known = kept_results.take(key) if recomputes else None
-        o_THE: Tensor
-        o_THE, lse_TH = _Local.apply(run, known, q_THD, k_TGD, v_TGE, sinks_H)
-        if keeps:
-            kept_results.keep(key, (o_THE.detach(), lse_TH))
-        return o_THE
-    parts = []
-    # The backward of slices, instead of a split, would copy each slice into zeros of all rows.
+        return _attend_locally(call, q_THD, k_TGD, v_TGE, sinks_H)
+    # 1. Divide the rows between the nano-batches.
     sizes = [nano.rows for nano in plan.nano_batches]
+    # The backward of slices, instead of a split, would copy each slice into zeros of all rows.
     divided = [
         (x_T,) if len(sizes) == 1 else torch.split(x_T, sizes) for x_T in (q_THD, k_TGD, v_TGE)
     ]
-    for nano, *qkv in zip(plan.nano_batches, *divided, strict=True):
-        if kind not in nano.routes:
-            raise ValueError(
-                f"a layer has {kind}, but the plan was made for "
-                f"{'; '.join(map(str, (*plan.local, *nano.routes)))}; list the kinds of all "
-                "layers in PlanSettings.kinds"
-            )
-        key = (module, nano.index)
-        were_kept = recomputes and key in kept_results
-        known = kept_results.take(key) if were_kept else None
-        kept: KeptRows = "nothing"
-        # Results kept through a checkpoint outlive the rows that the first forward received.
-        if runtime.keep_received and not keeps and not were_kept:
-            kept = (
-                "results" if sinks_H is None else "received"
-            )  # with sinks, the worker's O and LSE are not final
-        parts.append((CoreAttention(runtime, nano, kind, params, layer, kept, known), qkv))
-
-    # The order is the same whether both nano-batches are here or take turns: ranks stay in step
-    # even if nano-batches take turns on some ranks only. A recomputation keeps the order too:
-    # checkpointing matches saved tensors by order.
+    parts = [
+        (call.core_attention(nano, has_sinks=sinks_H is not None), qkv)
+        for nano, *qkv in zip(plan.nano_batches, *divided, strict=True)
+    ]
+    # 2. Make the nodes. The order is the same whether both nano-batches are here or take turns:
+    #    ranks stay in step even if nano-batches take turns on some ranks only. A recomputation
+    #    keeps the order too: checkpointing matches saved tensors by order.
     tokens = [_Send.apply(core, *qkv) for core, qkv in parts]
     plan.pause()
     tokens = [_Compute.apply(core, token) for (core, _), token in zip(parts, tokens, strict=True)]
@@ -120,10 +85,100 @@ def disaggregated_attention(
     outputs = []
     for (core, qkv), token in zip(parts, tokens, strict=True):
         o_THE, lse_TH = _Receive.apply(core, token, *qkv, sinks_H)
-        if keeps:
-            kept_results.keep((module, core.nano.index), (o_THE.detach(), lse_TH))
+        call.keep_results(core.nano.index, o_THE, lse_TH)
         outputs.append(o_THE)
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+
+@dataclass(frozen=True)
+class _LayerCall:
+    """One call of a layer's core attention in a forward, which a checkpoint may recompute."""
+
+    plan: BoundPlan
+    kind: AttentionKind
+    params: AttentionParams
+    module: nn.Module | None
+    recomputes: bool  # whether this forward is a checkpoint's recomputation
+    keeps_results: bool  # whether O and LSE are kept for the recomputation of this forward
+
+    @classmethod
+    def begin(
+        cls,
+        plan: BoundPlan,
+        kind: AttentionKind,
+        params: AttentionParams,
+        module: nn.Module | None,
+    ) -> "_LayerCall":
+        """Return the call that happens now."""
+        recomputes = is_recomputation()
+        keeps_results = (
+            plan.runtime.keep_core_attention
+            and not recomputes
+            and is_checkpointed(module is None or module.training)
+        )
+        return cls(plan, kind, params, module, recomputes, keeps_results)
+
+    @property
+    def layer(self) -> int | None:
+        """Index of the layer in its model; None if the module has none."""
+        index: int | None = getattr(self.module, "layer_idx", None)
+        return index
+
+    def known_results(self, nano_batch: int) -> Any:
+        """Return O and LSE that the first forward kept for this recomputation, or None."""
+        if not self.recomputes:
+            return None
+        return self.plan.kept_results.take((self.module, nano_batch))
+
+    def keep_results(self, nano_batch: int, o_THE: Tensor, lse_TH: Tensor) -> None:
+        """Keep O and LSE of a nano-batch if a recomputation will need them."""
+        if self.keeps_results:
+            self.plan.kept_results.keep((self.module, nano_batch), (o_THE.detach(), lse_TH))
+
+    def core_attention(self, nano: BoundNanoBatch, *, has_sinks: bool) -> CoreAttention:
+        """Return the core attention of one nano-batch, for which rows move."""
+        if self.kind not in nano.routes:
+            kinds = "; ".join(map(str, (*self.plan.local, *nano.routes)))
+            raise ValueError(
+                f"a layer has {self.kind}, but the plan was made for {kinds}; list the kinds of "
+                "all layers in PlanSettings.kinds"
+            )
+        runtime = self.plan.runtime
+        # Asked first: `known_results` takes them away.
+        were_kept = self.recomputes and (self.module, nano.index) in self.plan.kept_results
+        known = self.known_results(nano.index)
+        kept_rows: KeptRows = "nothing"
+        # Results kept through a checkpoint outlive the rows that the first forward received.
+        if runtime.keep_received and not self.keeps_results and not were_kept:
+            # With sinks, the worker's O and LSE are not final.
+            kept_rows = "received" if has_sinks else "results"
+        return CoreAttention(runtime, nano, self.kind, self.params, self.layer, kept_rows, known)
+
+
+def _attend_locally(
+    call: _LayerCall, q_THD: Tensor, k_TGD: Tensor, v_TGE: Tensor, sinks_H: Tensor | None
+) -> Tensor:
+    """Compute core attention of a kind for which nothing moves, and return o_THE."""
+    runtime = call.plan.runtime
+    tasks = call.plan.local[call.kind]
+    nano_batch = call.plan.nano_batches[0].index
+
+    def run(direction: Direction, *inputs: Tensor) -> tuple[Tensor, ...]:
+        """Call the kernel on all rows, recorded as one phase."""
+        work = Work(call.layer, nano_batch, direction)
+        compute: Callable[..., tuple[Tensor, ...]] = getattr(runtime.kernel, direction)
+        with (
+            without_autocast(runtime.device.type),
+            runtime.recorder.span("phase", "run local", work),
+            runtime.recorder.span("kernel", "local", work, tasks.pairs),
+        ):
+            return compute(*inputs, tasks.shapes, call.params)
+
+    known = call.known_results(nano_batch)
+    o_THE: Tensor
+    o_THE, lse_TH = _Local.apply(run, known, q_THD, k_TGD, v_TGE, sinks_H)
+    call.keep_results(nano_batch, o_THE, lse_TH)
+    return o_THE
 
 
 class _Local(torch.autograd.Function):

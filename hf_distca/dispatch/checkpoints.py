@@ -59,12 +59,18 @@ class KeptResults:
 
 
 def is_recomputation() -> bool:
-    """Return whether this forward is a checkpoint's recomputation, the only forward inside a backward."""
+    """Return whether this forward is a checkpoint's recomputation.
+
+    No other forward runs inside a backward.
+    """
     return torch._C._current_graph_task_id() != -1
 
 
 def is_checkpointed(training: bool) -> bool:
-    """Return whether this first forward of a module in training mode will be recomputed for the backward."""
+    """Return whether the backward will recompute this first forward of a module.
+
+    The module may be in training mode.
+    """
     # A reentrant checkpoint shows only as training without gradients.
     return any(map(_of_checkpoint, _hooks())) or (training and not torch.is_grad_enabled())
 

@@ -57,7 +57,9 @@ class BoundCuts:
         self._packings: dict[tuple[int, ...], Packing] = {}
 
     def bind(self, widths: Iterable[int]) -> None:
-        """Make the tables of convolutions that read so many rows, of states, and of packed documents.
+        """Make the tables of convolutions, of states, and of packed documents.
+
+        The convolutions read so many rows as `widths` says.
 
         Layers find them later, where tables cannot be made.
         """
@@ -352,7 +354,10 @@ class StateExchange(_Exchange):
         *,
         back: bool = False,
     ) -> None:
-        """Start to send A, and B or gradients of S_in, of all cut segments: zeros where no rank reads them."""
+        """Start to send A, and B or gradients of S_in, of all cut segments.
+
+        They are zeros where no rank reads them.
+        """
         self._own = [
             like.new_zeros((len(self.bound.cut), *shape), dtype=torch.float32)
             for shape in self._shapes
@@ -369,7 +374,10 @@ class StateExchange(_Exchange):
         self._start(self.bound.route, columns, back=back)
 
     def _arrived(self, direction: Direction) -> tuple[list[Tensor], list[Tensor]]:
-        """Return A, and B or gradients of S_in, of all segments that a table of `Chains` numbers."""
+        """Return A, and B or gradients of S_in, of several segments.
+
+        These are all segments that a table of `Chains` numbers.
+        """
         own, self._own = self._own, []
         factors, states = (
             [*ours, *theirs] for ours, theirs in zip(own, self._wait(direction), strict=True)
@@ -378,7 +386,11 @@ class StateExchange(_Exchange):
 
 
 def _chained(numbers: Sequence[int], factors: list[Tensor], offsets: list[Tensor]) -> Tensor:
-    """Return the offset of the last number plus its factor, [H, K, K] or [H], times the same of those before."""
+    """Return the state after several numbered segments, from their offsets and factors.
+
+    It is the offset of the last number, plus its factor times the state before. A factor is [H, K,
+    K] or [H].
+    """
     first, *others = numbers
     state = offsets[first].clone()  # not in memory that is used again
     for number in others:

@@ -112,7 +112,7 @@ class Dispatcher:
         return self.settings.choices
 
     def see_length(self, longest: int) -> None:
-        """Warn once, on rank 0, of a document with more tokens than the positions that the model is made for."""
+        """Warn once, on rank 0, of a document that is longer than the model is made for."""
         trained = self.limits.trained_positions
         if trained is None or longest <= trained or self._warned_of_positions:
             return
@@ -209,7 +209,9 @@ class Dispatcher:
         ]
 
     def plan_batch(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """Plan one batch of a padding-free collator and return the batch ready for `model(**batch)`.
+        """Plan one batch of a padding-free collator.
+
+        Return the batch ready for `model(**batch)`.
 
         A collective call, once per micro-batch. `plan_batches` is for ranks with different numbers
         of micro-batches.

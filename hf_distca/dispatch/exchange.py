@@ -242,7 +242,9 @@ class Exchange:
 
 
 def rounded_up(size: int) -> int:
-    """Round up to the next of STEPS_PER_OCTAVE equally spaced sizes between powers of two, at least 4096 bytes.
+    """Round up to the next of STEPS_PER_OCTAVE equally spaced sizes between powers of two.
+
+    The least size is 4096 bytes.
 
     >>> [rounded_up(size) for size in (0, 4096, 4097, 6000, 8192, 8193)]
     [4096, 4096, 5120, 6144, 8192, 10240]

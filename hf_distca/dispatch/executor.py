@@ -1,4 +1,6 @@
-"""Execution of one core attention's schedule on one rank: waits, kernel calls and sends, phase by phase.
+"""Execution of one core attention's schedule on one rank.
+
+The executor waits, calls kernels and sends, phase by phase.
 
 Inputs and outputs are plain tensors; `hf_distca.dispatch.attention` wraps them in autograd nodes.
 Columns have the names of the kernel contract: q, k, v, o, lse, do, dq, dk, dv.
@@ -75,7 +77,10 @@ class CoreAttention:
 
 
 class Pass:
-    """One direction of a core attention, run phase by phase, on INPUTS of all local rows and on rows that it kept."""
+    """One direction of a core attention, run phase by phase.
+
+    It has INPUTS of all local rows, and the rows that it kept.
+    """
 
     def __init__(
         self,
@@ -367,7 +372,10 @@ class _Gradients:
             self._parts[total] = sums.early[source].add_up([self._take(*total), rows_N])
 
     def _take(self, name: str, place: Location | int, source: Source) -> Tensor:
-        """Remove and return the rows of a source: zeros for a total of nothing, no rows of tasks that do not exist."""
+        """Remove and return the rows of a source.
+
+        These are zeros for a total of nothing, and no rows for tasks that do not exist.
+        """
         if (name, place, source) in self._parts:
             return self._parts.pop((name, place, source))
         if source == TOTAL:

@@ -56,7 +56,10 @@ class Failures:
             self._depth -= 1
 
     def _raise_for(self, error: Exception, line: StoreLine) -> None:
-        """Raise why another rank failed or is silent, if the error only says that another rank is gone."""
+        """Raise why another rank failed or is silent.
+
+        Do nothing unless the error only says that another rank is gone.
+        """
         others = self._exchanged(error, line)
         if others:
             raise RuntimeError("; ".join(others)) from error

@@ -1,4 +1,6 @@
-"""Process groups for exchanges and for control messages between ranks, their backend, and the nodes that ranks share.
+"""Process groups for exchanges and for control messages between ranks.
+
+Here are also their backend, and the nodes that ranks share.
 
 No group of the training framework is touched: its collectives and ours never wait in one queue.
 """
@@ -234,7 +236,10 @@ class Groups:
         return [bool(flag) for flag in agreed.tolist()]
 
     def raise_together(self, error: Exception | None, *, in_world: bool = False) -> None:
-        """Raise ValueError on every rank, of the mesh or the world, if any rank has an error, with all errors."""
+        """Raise ValueError on every rank, with all errors, if any rank has an error.
+
+        The ranks are those of the mesh, or of the world.
+        """
         _raise_any(error, partial(self.all_gather, in_world=in_world, of="checks"))
 
     def raised_together(self, *, in_world: bool = False) -> AbstractContextManager[None]:
@@ -316,7 +321,9 @@ def in_world() -> bool:
 
 
 def waits_in_world(limit_s: float) -> Waits:
-    """Return the waits of this process for others of the world, with their own part of the world's store.
+    """Return the waits of this process for others of the world.
+
+    They have their own part of the world's store.
 
     Every process calls this equally often, in the same order.
     """
@@ -355,13 +362,19 @@ def gather_in_world(value: Value, timeout_s: float, waits: Waits | None = None) 
 
 
 def _new_group(lists: list[list[int]], **options: Any) -> dist.ProcessGroup:
-    """Create a group of each list of ranks, in one order on every process, and return this process's group."""
+    """Create a group of each list of ranks, and return this process's group.
+
+    Every process creates them in one order.
+    """
     groups: list[dist.ProcessGroup] = [dist.new_group(ranks, **options) for ranks in lists]
     return groups[[dist.get_rank() in ranks for ranks in lists].index(True)]
 
 
 def exchange_backend(device: torch.device) -> str:
-    """Return the default group's backend for a device, or gloo, over which CUDA tensors go through host memory."""
+    """Return the default group's backend for a device, or gloo.
+
+    Over gloo CUDA tensors go through host memory.
+    """
     default = dist.BackendConfig(dist.Backend(dist.get_backend_config()))
     return str(default.get_device_backend_map().get(device.type, "gloo"))
 
@@ -397,7 +410,10 @@ def device_uuid(device: torch.device) -> str | None:
 
 
 def check_devices(backend: str, uuids: Sequence[str | None]) -> None:
-    """Raise ValueError if ranks with these [ranks] `uuids` share a GPU over NCCL, which would refuse or hang."""
+    """Raise ValueError if ranks share a GPU over NCCL, which would refuse or hang.
+
+    The ranks' GPUs are [ranks] `uuids`.
+    """
     ranks = {uuid: [rank for rank, other in enumerate(uuids) if other == uuid] for uuid in uuids}
     shared = [f"ranks {of_uuid} on {uuid}" for uuid, of_uuid in ranks.items() if len(of_uuid) > 1]
     if shared and backend == dist.Backend.NCCL:

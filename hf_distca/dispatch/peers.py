@@ -13,7 +13,10 @@ ROW_BYTES = 1024
 
 
 class PeerExchanges:
-    """Exchanges in which every rank sends rows to one other rank: what `predict/links.py` measures."""
+    """Exchanges in which every rank sends rows to one other rank.
+
+    `predict/links.py` measures them.
+    """
 
     row_bytes = ROW_BYTES
 
@@ -40,7 +43,7 @@ class PeerExchanges:
         return lambda: dist.all_to_all_single(rows_received, rows_to_send, received, sent)
 
     def _row_counts(self, peers: Sequence[int], rows: int) -> tuple[list[int], list[int]]:
-        """Return [ranks] numbers of rows that this rank sends to each rank, and receives from it."""
+        """Return [ranks] numbers of rows that this rank sends to each rank and receives."""
         ranks = range(self.groups.ranks)
         receiver, sender = peers[self.groups.rank], peers.index(self.groups.rank)
         sent = [rows if rank == receiver else 0 for rank in ranks]

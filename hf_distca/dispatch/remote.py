@@ -15,7 +15,10 @@ from hf_distca.planner.settings import PlanSettings
 
 
 class ServerRows:
-    """Local query rows that one dedicated server computes, and local K/V rows that it needs, as index tensors."""
+    """Local query rows that one dedicated server computes, as an index tensor.
+
+    The local K/V rows that it needs are another one.
+    """
 
     def __init__(self, server: int, routes: Routes, ranks: int, buffer: IndexBuffer) -> None:
         self.server, worker = (
@@ -34,7 +37,9 @@ class RemoteCall(Protocol):
     """One core attention under way at servers."""
 
     def collect(self) -> tuple[dict[int, dict[str, Tensor]], frozenset[int]]:
-        """Wait for this rank's results, and return the servers that failed to give some rank its own. A collective.
+        """Wait for this rank's results, and return the servers that failed. A collective.
+
+        A server has failed if it did not give some rank its own results.
 
         Results are by server index, nothing of servers without rows of this rank: columns by name,
         [rows, …] on the rank's device, o and lse of a forward; dq, dk and dv of a backward.
@@ -52,7 +57,9 @@ class RemotePlan(Protocol):
         params: AttentionParams,
         rows: Mapping[str, Tensor],
     ) -> RemoteCall:
-        """Send this rank's rows of one core attention to every server that has tasks, the same on every rank.
+        """Send this rank's rows of one core attention to every server that has tasks.
+
+        These servers are the same on every rank.
 
         Args:
             rows: the rank's rows by column name, [T, …] each: q, k and v; in a backward also do, o

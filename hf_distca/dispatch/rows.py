@@ -31,7 +31,9 @@ ALL_ROWS = slice(None)
 
 
 class IndexBuffer:
-    """Buffer that places numbers on the host and returns device tensors, which hold the numbers after `send`.
+    """Buffer that places numbers on the host and returns device tensors.
+
+    The tensors hold the numbers after `send`.
 
     Args:
         in_one_go: sum rows of all sources by one kernel, instead of source by source; None: if not

@@ -1,4 +1,7 @@
-"""Signs of life that ranks leave in the run's store: which process a rank is, and where in the run."""
+"""Signs of life that ranks leave in the run's store.
+
+A sign says which process a rank is, and where in the run it is.
+"""
 
 import json
 import os
@@ -74,7 +77,10 @@ class StoreLine:
             raise TimeoutError(f"the run's store does not answer within {within_s:g} s") from error
 
     def close(self, within_s: float) -> None:
-        """End the thread after the queued calls, or leave it to itself where the store does not answer in time."""
+        """End the thread after the queued calls.
+
+        Leave it to itself where the store does not answer in time.
+        """
         self._calls.put(None)
         self._thread.join(within_s)
 
@@ -112,7 +118,10 @@ class Signs:
         self._looked_at = self._answered_at  # at the signs of other ranks
 
     def exchange(self, present: Present | None, *, look: bool) -> None:
-        """Take in what the store has answered, and ask it to take this rank's sign, and to `look` at others' signs."""
+        """Take in what the store has answered, and ask it again.
+
+        It takes this rank's sign. If asked to `look`, it also returns the signs of others.
+        """
         with self._lock:
             if self._asked is not None and not self._asked.done():
                 return
@@ -148,7 +157,10 @@ class Signs:
         return seconds if seconds > self.silent_s else 0.0
 
     def silent_ranks(self, more_than_s: float) -> dict[int, float]:
-        """Return the seconds of silence of ranks that have been silent for so long and have not ended."""
+        """Return the seconds of silence of ranks that have been silent for so long.
+
+        Ranks that have ended are left out.
+        """
         return {
             rank: time.monotonic() - first
             for rank, (sign, first) in sorted(self._seen.items())
@@ -169,7 +181,10 @@ class Signs:
         ]
 
     def stuck(self, present: Present) -> dict[int, str]:
-        """Return a description of each rank for which a rank waits: of silent ranks, else of those elsewhere."""
+        """Return a description of each rank for which a rank waits.
+
+        These are silent ranks, else ranks that are elsewhere.
+        """
         silent, ended = self.silent_ranks(self.silent_s), self.ended_ranks()
         absent = [rank for rank in self.others if rank not in self._seen]
         same = {*self.ranks_at(present)}
@@ -211,7 +226,10 @@ def _key(rank: int) -> str:
 
 
 def _exchange(store: dist.Store, rank: int, sign: str, others: Sequence[int]) -> dict[int, Sign]:
-    """Leave a rank's sign of life in the store, and return the latest signs of other ranks that have left one."""
+    """Leave a rank's sign of life in the store, and return the latest signs of others.
+
+    Ranks that have left none are missing.
+    """
     store.set(_key(rank), sign)
     return {
         other: Sign(*json.loads(store.get(_key(other))))

@@ -118,7 +118,10 @@ class Waits:
             watch.present = None
 
     def explained(self, error: BaseException) -> RankLost:
-        """Return the error of the last context of `watched`, which failed because another rank did not answer."""
+        """Return the error of the last context of `watched`.
+
+        The context failed because another rank did not answer.
+        """
         return self._watch.explained(self._watch.failed or Present("", "", time.monotonic()), error)
 
     def close(self) -> None:
@@ -166,7 +169,9 @@ class _Wait:
 
 
 class _Watch:
-    """Thread that leaves signs of life, logs long waits, and ends a process that would wait for ever.
+    """Thread that leaves signs of life and logs long waits.
+
+    It ends a process that would wait for ever.
 
     It does not refer to `Waits`, so that it ends with them.
     """
@@ -239,7 +244,11 @@ class _Watch:
                     logger.warning("%s", self._sentence(present, seconds))
 
     def _must_end(self, signs: Signs, present: Present, seconds: float) -> bool:
-        """Return whether a named wait has not failed at its limit, or any place waits for a rank given up."""
+        """Return whether this process should end by itself.
+
+        It should if a named wait has not failed at its limit, or if any place waits for a rank
+        given up.
+        """
         if present.wait:
             return seconds > self._limit_s + min(self._limit_s, GRACE_S)
         gone = signs.store_silent_s() > self._limit_s or signs.silent_ranks(self._limit_s)

@@ -91,7 +91,10 @@ class TaskShapes:
     _made: dict[Hashable, Any] = field(default_factory=dict, init=False, repr=False)
 
     def once(self, key: Hashable, make: Callable[[], _Made]) -> _Made:
-        """Return the first result of `make` for this key: every layer of a micro-batch asks again."""
+        """Return the first result of `make` for this key.
+
+        Every layer of a micro-batch asks again.
+        """
         if key not in self._made:
             self._made[key] = make()
         made: _Made = self._made[key]
@@ -103,7 +106,10 @@ class TaskShapes:
         k_lens: Sequence[int],
         device: torch.device | str | Callable[[NDArray[np.int32]], Tensor],
     ) -> "TaskShapes":
-        """Return shapes on the device, or where a function copies numbers to, perhaps many together."""
+        """Return shapes on the device.
+
+        Where `device` is a function, it copies numbers to the device, perhaps many together.
+        """
 
         def place(numbers: NDArray[np.int32]) -> Tensor:
             if isinstance(device, torch.device | str):
@@ -174,7 +180,9 @@ class Kernel(Protocol):
         shapes: TaskShapes,
         params: AttentionParams,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Compute the gradients of attention from do in the dtype of q, and from o and lse of `forward`.
+        """Compute the gradients of attention.
+
+        They follow from do in the dtype of q, and from o and lse of `forward`.
 
         Where a row's keys were split over several kernel calls whose results were merged, the
         backward of each gets the merged o and lse, of any strides, and the gradients add up.

@@ -1,4 +1,6 @@
-"""The CPU kernel: torch's flash attention for full and causal tasks, and a loop over blocks for windows and softcap.
+"""The CPU kernel: torch's flash attention, or a loop over blocks.
+
+Flash attention serves full and causal tasks, the loop windows and softcap.
 
 `aten::_scaled_dot_product_flash_attention_for_cpu` takes and returns the log-sum-exp and reads
 fewer key/value heads than query heads. Its causal mask starts top left, so that a task with keys
@@ -128,7 +130,10 @@ class CpuKernel:
 
 
 class _Call(NamedTuple):
-    """One call of an op on some query rows and some keys of each of several equal tasks, which are neighbours."""
+    """One call of an op on some query rows and some keys of each of several equal tasks.
+
+    These tasks are neighbours.
+    """
 
     tasks: int
     rows: slice  # packed rows of all tasks
@@ -162,7 +167,10 @@ def _calls(shapes: TaskShapes, params: AttentionParams, q_QHD: Tensor) -> Iterab
 def _calls_of(
     shapes: TaskShapes, params: AttentionParams, scores: int = 0, dtype: torch.dtype | None = None
 ) -> Iterator[_Call]:
-    """Yield calls on whole tasks, or on blocks of `scores` pairs of a row and a key, with masks of this dtype."""
+    """Yield calls on whole tasks, or on blocks of `scores` pairs of a row and a key.
+
+    Calls on blocks have masks of this dtype.
+    """
     q_stop = k_stop = 0
     for (q_len, k_len), run in groupby(zip(shapes.q_lens, shapes.k_lens, strict=True)):
         tasks, before = len(list(run)), k_len - q_len  # keys before the first row's own
@@ -201,7 +209,10 @@ def _calls_of(
 
 
 def _one_head_dim(*tensors: Tensor) -> list[Tensor]:
-    """Pad with zeros to one dense head dim, as the op needs: zeros change no score and add empty columns."""
+    """Pad with zeros to one dense head dim, as the op needs.
+
+    Zeros change no score and add empty columns.
+    """
     widest = max(x.shape[-1] for x in tensors)
     padded = [pad(x, (0, widest - x.shape[-1])) if x.shape[-1] < widest else x for x in tensors]
     return [x if x.stride(-1) == 1 else x.contiguous() for x in padded]
@@ -238,7 +249,10 @@ def _forward(
 def _backward(
     tensors: tuple[Tensor, ...], call: _Call, params: AttentionParams
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients that these pairs add, from do, q, k, v, and o and lse over all keys of the rows."""
+    """Return the gradients of q, k and v that the pairs of a call add.
+
+    The tensors are do, q, k, v, and o and lse over all keys of the rows.
+    """
     if params.softcap is None:
         options = {"attn_mask": call.mask, "scale": params.scale}
         dq, dk, dv = _flash_backward(*tensors, 0.0, call.causal, **options)

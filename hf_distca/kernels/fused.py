@@ -71,7 +71,8 @@ def _on_cuda(name: str, *arguments: Any) -> None:
 _library = torch.library.Library("hf_distca", "FRAGMENT")
 for _schema in (
     "merge_into(Tensor(a!) o, Tensor(b!) lse, Tensor o_part, Tensor lse_part, Tensor? rows) -> ()",
-    "sum_rows(Tensor(a!) out, Tensor? rows, Tensor ends, Tensor addends, Tensor[] sources, bool onto) -> ()",
+    "sum_rows(Tensor(a!) out, Tensor? rows, Tensor ends, Tensor addends, Tensor[] sources, "
+    "bool onto) -> ()",
 ):
     _name = _library.define(_schema)
     _library.impl(_name, partial(_on_cuda, _name), "CUDA")

@@ -69,7 +69,8 @@ def merge_into(
 @triton.jit
 def _sum_kernel(  # type: ignore[no-untyped-def]  # compiled from its source
     out, out_row, width, rows, ends, addends, sources, source_rows,
-    BITS: tl.constexpr, BY_INDEX: tl.constexpr, ONTO: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr,
+    BITS: tl.constexpr, BY_INDEX: tl.constexpr, ONTO: tl.constexpr, WIDE: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     written = tl.program_id(0)
     row = tl.load(rows + written).to(tl.int64) if BY_INDEX else written.to(tl.int64)

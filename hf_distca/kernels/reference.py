@@ -102,7 +102,10 @@ def _repeat(x_KGD: Tensor, heads: int) -> Tensor:
 
 
 def _scores(q_QHD: Tensor, k_KHD: Tensor, params: AttentionParams) -> tuple[Tensor, Tensor]:
-    """Return scores [H, Q, K], -inf where a row does not see a key, and the softcap's slope at each."""
+    """Return scores [H, Q, K] and the softcap's slope at each.
+
+    A score is -inf where a row does not see a key.
+    """
     scores_HQK = torch.einsum("qhd,khd->hqk", q_QHD, k_KHD) * params.scale
     slope_HQK = torch.ones_like(scores_HQK)
     if params.softcap is not None:

@@ -62,7 +62,10 @@ def measured_need(device: torch.device) -> Need:
 
 
 def measure_speed(kernel: Kernel, device: torch.device) -> float:
-    """Return the query-key pairs per second of a forward and backward, the median of at least three."""
+    """Return the query-key pairs per second of a forward and backward.
+
+    It is the median of at least three.
+    """
     on_cuda, need = device.type == "cuda", measured_need(device)
     tokens, q_heads, kv_heads, head_dim = FILLING_WORK if on_cuda else USUAL_WORK
     q_THD, k_TGD, v_TGD, do_THD = (

@@ -32,7 +32,10 @@ by pairs."""
 
 
 class Grid(NamedTuple):
-    """Blocks that a kernel launches for each task and head: for every 128 rows, and keys, of the longest task."""
+    """Blocks that a kernel launches for each task and head.
+
+    It launches so many for every 128 query rows, and for every 128 keys, of the longest task.
+    """
 
     by_q: int
     by_k: int
@@ -47,7 +50,10 @@ key/value rows."""
 
 
 def task_ranges(shapes: TaskShapes, grid: Grid, heads: int) -> tuple[TaskRange, ...]:
-    """Return the kernel calls that together compute all tasks in the least time, for `heads` query heads."""
+    """Return the kernel calls that together compute all tasks in the least time.
+
+    Each task has `heads` query heads.
+    """
 
     def ranges() -> tuple[TaskRange, ...]:
         borders = cuts(shapes.q_lens, shapes.k_lens, grid, heads)
@@ -70,7 +76,10 @@ def task_ranges(shapes: TaskShapes, grid: Grid, heads: int) -> tuple[TaskRange, 
 
 
 def cuts(q_lens: Sequence[int], k_lens: Sequence[int], grid: Grid, heads: int) -> list[int]:
-    """Return the cuts of least cost: 0, the first task of each further kernel call, and the number of tasks."""
+    """Return the cuts of least cost.
+
+    These are 0, the first task of each further kernel call, and the number of tasks.
+    """
     tasks = len(q_lens)
     per_call = CALL_NS / (EMPTY_BLOCK_NS * heads)  # in blocks of one head
     q_blocks, k_blocks = (

@@ -131,7 +131,10 @@ class FlashVarlenKernel:
             ) from error
 
     def _padded(self, head_dim_qk: int, head_dim_v: int, device: torch.device) -> tuple[int, int]:
-        """Return the least head dims that the kernel takes and that hold these: equal multiples of 8."""
+        """Return the least head dims that the kernel takes and that hold these.
+
+        Both are the same multiple of 8.
+        """
         return (-(-max(head_dim_qk, head_dim_v) // 8) * 8,) * 2
 
     def _refusal(self, need: Need, capability: tuple[int, int]) -> str | None:
@@ -308,7 +311,10 @@ def _joined(parts: Sequence[Tensor], head_dim: int | None = None, dim: int = 0) 
 
 
 def _without_partners(shapes: TaskShapes) -> tuple[list[slice], list[slice]]:
-    """Find the packed query rows of tasks without keys, and the packed key/value rows of tasks without rows."""
+    """Find the packed rows of tasks that lack the other side.
+
+    These are query rows of tasks without keys, and key/value rows of tasks without query rows.
+    """
 
     def spans(lens: Sequence[int], others: Sequence[int]) -> list[slice]:
         ends = zip(accumulate(lens), lens, others, strict=True)

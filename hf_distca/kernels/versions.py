@@ -126,7 +126,9 @@ class FlashAttn4Kernel(FlashVarlenKernel):
 
 
 class TorchVarlenKernel(FlashVarlenKernel):
-    """`aten::_flash_attention_forward` and `_backward`: FlashAttention-2, unless the process has activated 3 or 4.
+    """`aten::_flash_attention_forward` and `_backward`, which torch itself has.
+
+    They are FlashAttention-2, unless the process has activated 3 or 4.
 
     torch.nn.attention.activate_flash_attention_impl does so; the kernel then has the limits of that
     version.
@@ -190,7 +192,10 @@ def _head_dims_of_4(head_dim_qk: int, head_dim_v: int, major: int) -> tuple[int,
 
 
 def _not_deterministic(name: str, need: Need) -> str | None:
-    """Return the error's text where a deterministic backward is asked for that FlashAttention-3 does not have."""
+    """Return the error's text where a call asks for a deterministic backward in vain.
+
+    FlashAttention-3 has none for head dims above 192.
+    """
     if (
         max(need.head_dim_qk, need.head_dim_v) <= 192
         or not torch.are_deterministic_algorithms_enabled()

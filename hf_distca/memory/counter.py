@@ -124,7 +124,9 @@ class MemoryCounter:
         return RankMemory(state, parts)
 
     def longest(self, available: int, training: Training) -> int:
-        """Return the most tokens per rank, a multiple of STEP, that fit into the available bytes; 0 if none do.
+        """Return the most tokens per rank that fit into the available bytes; 0 if none do.
+
+        The number is a multiple of STEP.
 
         Memory of `longest_documents` is counted at STEP times powers of two and interpolated
         linearly.
@@ -207,6 +209,9 @@ class MemoryCounter:
 
 
 def longest_documents(settings: PlanSettings) -> list[int]:
-    """Return document lengths that fill all ranks: one shared document, or one per rank if documents stay whole."""
+    """Return document lengths that fill all ranks.
+
+    This is one shared document, or one per rank if documents stay whole.
+    """
     each, ranks = settings.tokens_per_rank, settings.ranks
     return [each] * ranks if settings.document_layout == "whole" else [each * ranks]

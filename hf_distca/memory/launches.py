@@ -1,4 +1,4 @@
-"""Guard of a count on fake tensors: no kernel is launched while it runs, and Liger's kernels are counted.
+"""Guard of a count on fake tensors: it launches no kernel, and counts Liger's kernels.
 
 A Triton kernel that gets fake tensors reads and writes addresses that do not exist, which destroys
 the CUDA context of the process. Packages such as Liger and fla make a kernel's results by torch and
@@ -42,7 +42,10 @@ def without_launches() -> Iterator[None]:
 
 
 def _launchers() -> list[type[Any]]:
-    """Return Triton's classes that launch kernels: of functions, of tuned functions, and of torch's compiler."""
+    """Return Triton's classes that launch kernels.
+
+    They launch functions, tuned functions, and what torch's compiler makes.
+    """
     if importlib.util.find_spec("triton") is None:
         return []
     from triton.runtime import KernelInterface  # Triton's own subclasses come with it
@@ -90,7 +93,10 @@ def with_liger(model: nn.Module, config: Mapping[str, Any] | None) -> Iterator[N
 
 
 def raised_in(error: BaseException) -> str:
-    """Return the function in which a count ended: the last one outside of torch, such as a package's kernel."""
+    """Return the function in which a count ended.
+
+    It is the last one outside of torch, such as a package's kernel.
+    """
     of_torch = str(Path(torch.__file__).parent)
     frames = traceback.extract_tb(error.__traceback__)
     last = next(frame for frame in reversed(frames) if not frame.filename.startswith(of_torch))

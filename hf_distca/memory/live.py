@@ -23,11 +23,16 @@ Part = Kept | Made
 """
 
 BESIDE_THE_PEAK: tuple[Part, ...] = ("host", "exchange buffers")
-"""Parts that do not decide when the peak is: the device does not hold them, or always holds them."""
+"""Parts that do not decide when the peak is.
+
+The device does not hold them, or always holds them.
+"""
 
 
 class LiveMemory(TorchDispatchMode):
-    """Mode that tracks the memory of every tensor that an operator makes, until the tensor is freed.
+    """Mode that tracks the memory of every tensor that an operator makes.
+
+    It tracks the memory until the tensor is freed.
 
     Tensors that share memory, such as views, count once. Fake tensors give the counts of a real run
     without its memory or computation. Temporary memory inside a single operator is not seen.

@@ -1,4 +1,6 @@
-"""Memory that a planned micro-batch takes on a rank: the real step, run on fake tensors and counted.
+"""Memory that a planned micro-batch takes on a rank.
+
+The real step runs on fake tensors, and its memory is counted.
 
 The count includes the effects of model, adapters, autocast and checkpoints, since the real code
 runs.

@@ -55,7 +55,10 @@ def model_state(model: nn.Module, strategy: Strategy, ranks: int, *, mixed: bool
     width = 2 if mixed else float32  # bytes of a number in computation
 
     def at_a_time(count: int, *, trained: bool = False) -> int:
-        """Return bytes in computation of everything outside the decoder layers, and of the `count` largest layers."""
+        """Return bytes in computation of some decoder layers and of everything outside of them.
+
+        These are the `count` largest layers.
+        """
         layers = [parameter_bytes(layer, width, trained=trained) for layer in decoder_layers(model)]
         return parameter_bytes(model, width, trained=trained) - sum(layers) + count * max(layers)
 

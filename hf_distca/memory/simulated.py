@@ -1,4 +1,7 @@
-"""GPU memory under each strategy that a simulation compares, counted on a step of the model itself."""
+"""GPU memory under each strategy that a simulation compares.
+
+It is counted on a step of the model itself.
+"""
 
 from collections.abc import Callable
 from dataclasses import replace

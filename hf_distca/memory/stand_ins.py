@@ -118,7 +118,9 @@ COUNTED_FUNCTIONS: dict[str, Any] = {
 
 
 def grouped_products(rows_RI: Tensor, weights_XIO: Tensor, offs: Tensor) -> Tensor:
-    """Return an empty product of rows with the weights of their experts, in place of transformers' `_grouped_mm`.
+    """Return an empty product of rows with the weights of their experts.
+
+    It stands in for transformers' `_grouped_mm`.
 
     Of fake tensors torch's grouped_mm takes only bfloat16, and transformers' own function reads
     `offs` on some versions.

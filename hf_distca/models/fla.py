@@ -1,4 +1,7 @@
-"""Fault of flash-linear-attention (fla), which computes gated delta rules on GPUs, and its remedy."""
+"""Fault of flash-linear-attention (fla), and its remedy.
+
+This package computes gated delta rules on GPUs.
+"""
 
 import inspect
 from collections.abc import Callable, Mapping

@@ -388,7 +388,10 @@ def _check_causality(facts: _ModelFacts) -> None:
 
 
 def _check_mixing_layers(facts: _ModelFacts) -> None:
-    """Raise ValueError if a layer mixes rows in an unknown way, or if the plan does not reach it."""
+    """Raise ValueError if a layer mixes rows in a way that cannot be planned.
+
+    The way is unknown, or the plan does not reach it.
+    """
     layers = mixing_layers(facts.model)
     expected = sum(layer_type in MIXING for layer_type in layer_types(facts.config))
     if len(layers) < expected:
@@ -405,7 +408,10 @@ def _check_mixing_layers(facts: _ModelFacts) -> None:
 
 
 def _check_keywords(facts: _ModelFacts) -> None:
-    """Raise ValueError if a layer drops keywords, and with them the plan, on the way to attention."""
+    """Raise ValueError if a layer drops keywords on the way to attention.
+
+    The plan is among the keywords.
+    """
     layers = [layer for layer in decoder_layers(facts.model) if has_attention(layer)]
     for module in (*facts.attentions.values(), *layers):
         if not _hands_keywords_on(module):
@@ -449,7 +455,10 @@ def check_layers(model: PreTrainedModel) -> None:
 
 
 def check_reentrant(model: nn.Module) -> None:
-    """Raise ValueError if reentrant checkpoints would lose gradients of keys that later layers read."""
+    """Raise ValueError if reentrant checkpoints would lose gradients of keys.
+
+    These are keys that later layers read.
+    """
     for name, module in decoder_attentions(base_model(model)).items():
         if getattr(module, "is_kv_shared_layer", False):
             raise Models.REENTRANT.error(module=name)

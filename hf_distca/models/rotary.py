@@ -71,7 +71,9 @@ def _is_known(module: nn.Module) -> bool:
 
 
 def _rope_types(module: Any) -> list[str]:
-    """Return the types of RoPE of a rotary embedding, in a list of one, or one for each type of layer.
+    """Return the types of RoPE of a rotary embedding.
+
+    There is one type, or one for each type of layer.
 
     The list is empty for any other module.
     """

@@ -151,7 +151,10 @@ class _PlannedLayer(nn.Module):
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        """Run both nano-batches alternately, from pause to pause, in the same order on every rank."""
+        """Run both nano-batches alternately, from pause to pause.
+
+        The order is the same on every rank.
+        """
         # 1. Divide the layer's arguments between the nano-batches.
         del kwargs[PLAN_KEY]
         first, second = plan.nano_batches

@@ -1,4 +1,6 @@
-"""Modules that mix a document's rows without attention: state spaces, linear attention, convolutions.
+"""Modules that mix a document's rows without attention.
+
+These are state spaces, linear attention and convolutions.
 
 Each output row depends on earlier rows of the call, across documents. `plan_mixing` gives such a
 module a subclass for planned steps. A module of the table in `hf_distca.models.mixing` runs once on
@@ -58,7 +60,10 @@ def layer_runs(plan: BoundPlan) -> Iterator[None]:
 
 
 def plan_mixing(layer: nn.Module) -> int:
-    """Let a layer's mixing modules keep documents apart inside `layer_runs`, and return their number."""
+    """Let a layer's mixing modules keep documents apart, and return their number.
+
+    They do so inside `layer_runs`.
+    """
     modules = mixing_modules(layer)
     for module in modules:
         if isinstance(module, _MixingModule):
@@ -120,7 +125,10 @@ class _MixingModule(nn.Module):
 
 
 def _seeing(function: Callable[..., Any], names: Mapping[str, Any]) -> Callable[..., Any]:
-    """Return a copy of a function and its decorators that finds other values under some global names."""
+    """Return a copy of a function that finds other values under some global names.
+
+    Its decorators are copied, too.
+    """
     assert isinstance(function, FunctionType)
     closure = function.__closure__
     inner = getattr(function, "__wrapped__", None)

@@ -1,4 +1,6 @@
-"""Convolutions and recurrences of a planned step: what a mixing module calls in place of transformers' functions.
+"""Convolutions and recurrences of a planned step.
+
+A mixing module calls them in place of transformers' functions.
 
 Each takes the rows of all segments that a rank holds, and keeps documents apart. Transformers' own
 functions compute: they may be kernels. What a segment lacks, since its document was cut, comes from
@@ -78,7 +80,10 @@ class MixingCall:
 
 
 def planned_functions(stock: dict[str, Any]) -> dict[str, Function]:
-    """Return functions for planned steps by the names of those that they replace, among a file's global names."""
+    """Return functions for planned steps by the names of those that they replace.
+
+    The names are global names of the file of a mixing module.
+    """
     planned: dict[str, Function] = {
         mixing.CONVOLUTION: _convolution,
         mixing.DELTA_RULE: _delta_rule,

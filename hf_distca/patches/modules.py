@@ -1,4 +1,6 @@
-"""What all changed modules share: a subclass with the name of their class, and methods that are not traced.
+"""What all changed modules share.
+
+They have a subclass with the name of their class, and methods that are not traced.
 
 Core attention of a planned step changes with every plan. If torch.compile traced it, each
 micro-batch would compile it again, in dozens of pieces. Each call is therefore one break between
@@ -34,7 +36,10 @@ def uncompiled(reason: str, *, recursive: bool = True) -> Callable[[Function], F
 
 
 def subclass(cls: type[nn.Module], *before: type, **members: Any) -> type[nn.Module]:
-    """Return a subclass with its base's name, by which PEFT, accelerate and checkpoints find modules."""
+    """Return a subclass with its base's name.
+
+    PEFT, accelerate and checkpoints find modules by this name.
+    """
     return type(
         cls.__name__,
         (*before, cls),

@@ -1,4 +1,7 @@
-"""All changes to transformers, and to a model before accelerate, DDP, FSDP2 or DeepSpeed wrap it."""
+"""All changes to transformers, and to a model before it is wrapped.
+
+Accelerate, DDP, FSDP2 or DeepSpeed wrap it.
+"""
 
 from collections.abc import Callable
 from functools import partial

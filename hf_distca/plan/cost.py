@@ -43,7 +43,10 @@ class RowBytes:
 
 
 def pairs(start: Rows | int, stop: Rows, window: int | None = None) -> Rows:
-    """Return the query-key pairs of query rows [start, stop); row p attends to min(p + 1, window) keys."""
+    """Return the query-key pairs of query rows [start, stop).
+
+    Row p attends to min(p + 1, window) keys.
+    """
     if window is None:
         return (stop * (stop + 1) - start * (start + 1)) // 2
     counted: Rows = _pairs_before(stop, window) - _pairs_before(start, window)
@@ -57,7 +60,9 @@ def _pairs_before(row: NDArray[np.int64] | int, window: int) -> Any:
 
 
 def row_reaching(amount: Amount, window: int | None = None) -> Amount:
-    """Return the fractional row x for which rows [0, x) hold `amount` pairs: the inverse of pairs(0, x).
+    """Return the fractional row x for which rows [0, x) hold `amount` pairs.
+
+    This is the inverse of pairs(0, x).
 
     x (x + 1) / 2 = amount gives x = √(2 amount + 1/4) − 1/2; beyond the window a row adds `window`.
     """

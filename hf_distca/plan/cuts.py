@@ -25,7 +25,9 @@ from hf_distca.plan.routes import ExchangedRows
 
 @dataclass(frozen=True, eq=False)
 class Halos:
-    """Rows of one rank in an extended row that has room for a halo of `width` rows before every segment.
+    """Rows of one rank in an extended row that has room for halos.
+
+    Before every segment there is a halo of `width` rows.
 
     A halo holds the document's rows before the segment; where the document has none it stays zero,
     as a causal convolution pads.
@@ -61,7 +63,10 @@ class Chains:
 
 
 def halos(layout: Layout, rank: int, width: int) -> Halos:
-    """Return the places of a rank's rows and halos, for a convolution whose kernel has width + 1 rows."""
+    """Return the places of a rank's rows and halos.
+
+    They serve a convolution whose kernel has width + 1 rows.
+    """
     segments = layout.segments
     nth = np.arange(len(segments)) - np.searchsorted(segments["rank"], segments["rank"])
     begins = segments["offset"] + width * nth  # of each halo, in the extended row of its rank
@@ -112,7 +117,9 @@ def chains(layout: Layout, rank: int) -> Chains:
 
 
 def chained(segments: Table) -> tuple[IntArray, IntArray, IntArray, IntArray]:
-    """Return the segments in document order, and the pairs of an earlier and a later segment of a document.
+    """Return the segments in document order, and the pairs of segments of a document.
+
+    Each pair has an earlier and a later segment.
 
     Returns:
         [segments] indices of segments in document order; [segments] number of earlier segments of
@@ -129,7 +136,9 @@ def chained(segments: Table) -> tuple[IntArray, IntArray, IntArray, IntArray]:
 def _messages(
     source: IntArray, target: IntArray, item: IntArray, rank: int, ranks: int
 ) -> tuple[IntArray, IntArray, ExchangedRows]:
-    """Return which transfers a rank sends and receives, in the order in which they travel, and their messages.
+    """Return which transfers a rank sends and receives, and their messages.
+
+    Transfers are in the order in which they travel.
 
     Args:
         source: [transfers] rank that has an item, which does not travel if `target` is the same.

@@ -221,7 +221,10 @@ class MicroBatchPlan:
         return int(self.tokens.sum()) - self.fillers
 
     def held_by(self, rank: int) -> Iterator[tuple[int, int, int]]:
-        """Yield (document of the micro-batch, start, stop) of the rows that a rank holds, in the order of its rows."""
+        """Yield (document of the micro-batch, start, stop) of the rows that a rank holds.
+
+        They come in the order of the rank's rows.
+        """
         for nano in self.nano_batches:
             for document, start, stop, *_ in nano.layout.of_rank(rank).tolist():
                 yield int(nano.documents[document]), start, stop

@@ -18,7 +18,10 @@ BANDWIDTHS = (NODE_BANDWIDTH, NETWORK_BANDWIDTH)
 
 
 def loads_of(plan: Plan, row_overhead: int = 0) -> IntArray:
-    """Return [workers] int64: query-key pairs that each worker computes, and `row_overhead` for each query row."""
+    """Return [workers] int64: query-key pairs that each worker computes.
+
+    Each query row counts as `row_overhead` further pairs.
+    """
     loads, tasks = np.zeros(plan.workers, np.int64), plan.tasks
     amount = pairs(tasks["start"], tasks["stop"], plan.window) + row_overhead * row_counts(tasks)
     np.add.at(loads, tasks["worker"], amount)
@@ -27,7 +30,10 @@ def loads_of(plan: Plan, row_overhead: int = 0) -> IntArray:
 
 @dataclass(frozen=True, eq=False)
 class RowsMoved:
-    """Rows that travel in one layer's forward: [2, 2, workers], within and between nodes, sent and received."""
+    """Rows that travel in one layer's forward.
+
+    Arrays are [2, 2, workers]: within and between nodes, sent and received.
+    """
 
     queries: IntArray  # rows of Q; as many rows of O come back
     keys: IntArray  # rows of K/V, forwarded rows included
@@ -73,7 +79,10 @@ class RowsMoved:
 
 
 def rows_between(workers: int, *tables: Table) -> IntArray:
-    """Return [workers, workers] rows that go from each worker to each worker, to itself included."""
+    """Return [workers, workers] rows that go from each worker to each worker.
+
+    Rows that a worker keeps count, too.
+    """
     moved = np.zeros(workers**2)
     for moves in tables:
         moved += np.bincount(
@@ -83,7 +92,11 @@ def rows_between(workers: int, *tables: Table) -> IntArray:
 
 
 def rows_by_link(every: Sequence[IntArray], nodes: Sequence[int]) -> list[IntArray]:
-    """Return [2, 2, workers] of each [workers, workers] rows that go to another worker, by link and direction."""
+    """Return [2, 2, workers] rows by link and direction, for each table of rows.
+
+    A table has [workers, workers] rows that go from each worker to each worker. Rows that stay are
+    left out.
+    """
     between = np.not_equal.outer(nodes, nodes)
     links = np.stack([~between & ~np.eye(len(between), dtype=bool), between])
     over_links = (moved * links for moved in every)
@@ -91,12 +104,18 @@ def rows_by_link(every: Sequence[IntArray], nodes: Sequence[int]) -> list[IntArr
 
 
 def bytes_by_link(plan: Plan, row_bytes: RowBytes, nodes: Sequence[int]) -> IntArray:
-    """Return [2, 2, workers] bytes of a layer's forward, within and between [workers] nodes, sent and received."""
+    """Return [2, 2, workers] bytes of a layer's forward.
+
+    They travel within and between [workers] nodes, and are sent and received.
+    """
     return RowsMoved.of(plan, nodes).forward_bytes(row_bytes)
 
 
 def bytes_moved(plan: Plan, row_bytes: RowBytes) -> IntArray:
-    """Return [2, workers] int64: bytes that each worker sends and receives in one layer's forward."""
+    """Return [2, workers] int64: bytes that each worker sends and receives.
+
+    They are those of one layer's forward.
+    """
     return np.asarray(bytes_by_link(plan, row_bytes, (0,) * plan.workers).sum(axis=0))
 
 

@@ -4,11 +4,11 @@ A schedule is pure data, made when a plan is bound. The executor (`hf_distca.dis
 runs it; the simulator and the timeline read the same list. Two pauses divide a core attention into
 three parts. During a pause the other nano-batch of the layer runs up to its own pause:
 
-              forward                                      backward
-    part 1    send Q, K and V                              send dO, Q, K, V, O and LSE
-    part 2    receive them, compute remote-query           receive them, gradients of remote-query and
-              and remote-KV tasks, send O and LSE          remote-KV tasks, send dQ, dK and dV
-    part 3    receive O and LSE                            receive dQ, dK and dV
+              forward                                  backward
+    part 1    send Q, K and V                          send dO, Q, K, V, O and LSE
+    part 2    receive them, compute remote-query       receive them, gradients of remote-query and
+              and remote-KV tasks, send O and LSE      remote-KV tasks, send dQ, dK and dV
+    part 3    receive O and LSE                        receive dQ, dK and dV
 
 Local tasks need nothing from other ranks. They are computed where they hide an exchange, see
 `LOCAL_TASKS`.

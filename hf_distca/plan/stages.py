@@ -25,7 +25,10 @@ def usual_stages(nano_batches: int) -> int:
 
 
 def stage_slots(stages: int, *, forwards: bool) -> tuple[int, ...]:
-    """Return [stages] the memory slot that each stage has from the departure of K and V until dK and dV are back."""
+    """Return [stages] the memory slot that each stage has.
+
+    It has the slot from the departure of K and V until dK and dV are back.
+    """
     return tuple(stage % (BUFFERS_IN_HOPS if forwards else BUFFERS) for stage in range(stages))
 
 
@@ -67,6 +70,9 @@ def stage_rows(
 
 
 def rows_by_stage(plan: Plan) -> NDArray[np.int64]:
-    """Return [stages, 2, ranks] rows that each rank sends and receives, as `moves.rows_by_stage` of a plan."""
+    """Return [stages, 2, ranks] rows that each rank sends and receives.
+
+    They are `moves.rows_by_stage` of a plan.
+    """
     _, first, second = moves.rows_to_move(plan)
     return moves.rows_by_stage(first, second, plan.layout.ranks)

@@ -32,13 +32,19 @@ cost exchanges."""
 
 
 def local_plan(layout: Layout, kind: AttentionKind) -> Plan:
-    """Return the plan of a kind of attention in which every rank computes the rows that it holds."""
+    """Return the plan of a kind of attention without exchanges.
+
+    Every rank computes the rows that it holds.
+    """
     layout = layout_of_kind(layout, kind)
     return Plan(layout, local_tasks(layout.segments), layout.ranks, kind.window)
 
 
 def nano_batches_as_set(lengths: IntArray, settings: PlanSettings) -> tuple[NanoBatch, ...]:
-    """Lay out the documents of one global micro-batch and balance their core attention, in one stage."""
+    """Lay out the documents of one global micro-batch and balance their core attention.
+
+    The plan has one stage.
+    """
     if settings.document_layout == "whole":
         return _on_ranks(
             lengths, whole_documents(lengths, settings.ranks, settings.tokens_per_rank), settings
@@ -69,7 +75,10 @@ def nano_batches_as_set(lengths: IntArray, settings: PlanSettings) -> tuple[Nano
 def nano_batches_placed(
     placed: Sequence[Sequence[int]], settings: PlanSettings
 ) -> tuple[NanoBatch, ...]:
-    """Balance documents that stay where they lie, given as the lengths of each rank's documents, in one stage."""
+    """Balance documents that stay where they lie, in one stage.
+
+    They are given as the lengths of each rank's documents.
+    """
     lengths = lengths_of(placed)
     stops = np.cumsum([len(row) for row in placed])
     return _on_ranks(lengths, np.split(np.arange(len(lengths)), stops[:-1]), settings)
@@ -157,7 +166,10 @@ def finished(
 
 
 def packed_seconds(lengths: IntArray, settings: PlanSettings, costs: StepCosts) -> float:
-    """Return the seconds of documents packed in order, without exchanges and without runs of mixing layers."""
+    """Return the seconds of documents packed in order, without exchanges.
+
+    Runs of mixing layers are left out, too.
+    """
     packed = fixed_layout([lengths.tolist()], settings.ranks)
     seconds = packed.tokens * costs.token + costs.depth * costs.launches * (
         1 + costs.backward_factor
@@ -180,7 +192,10 @@ def packed_seconds(lengths: IntArray, settings: PlanSettings, costs: StepCosts) 
 
 
 def loads_as_packed(lengths: IntArray, settings: PlanSettings) -> IntArray:
-    """Return [ranks] int64: query-key pairs in a layer of the dominant kind if documents are packed in order."""
+    """Return [ranks] int64: query-key pairs if documents are packed in order.
+
+    The pairs are those of a layer of the dominant kind.
+    """
     return loads_of(
         local_plan(fixed_layout([lengths.tolist()], settings.ranks), settings.dominant_kind)
     )

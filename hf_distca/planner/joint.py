@@ -3,13 +3,14 @@
 Only cut documents cost bytes: rows from row s on need K/V rows [0, s) of their document. So there
 are three phases:
 
-1. A document too large for one rank is cut from its end (`large_documents.cut_large`). Besides its segment a rank
-   takes the shortest documents, so that every cut lies as early as possible, or else the head of
-   the same document, whose K/V rows the segment needs anyway. The rows before all cuts are divided,
-   so that no single rank sends them to all later segments.
-2. Other documents stay whole (`_Placement.place_whole`). Longest first, each goes to the rank with the most
-   missing pairs per missing token, so that every rank's need falls towards the shortest documents.
-   Once the remaining documents hardly matter in pairs, each goes to the rank with the most room.
+1. A document too large for one rank is cut from its end (`large_documents.cut_large`). Besides its
+   segment a rank takes the shortest documents, so that every cut lies as early as possible, or else
+   the head of the same document, whose K/V rows the segment needs anyway. The rows before all cuts
+   are divided, so that no single rank sends them to all later segments.
+2. Other documents stay whole (`_Placement.place_whole`). Longest first, each goes to the rank with
+   the most missing pairs per missing token, so that every rank's need falls towards the shortest
+   documents. Once the remaining documents hardly matter in pairs, each goes to the rank with the
+   most room.
 3. Ranks then differ by less than a short document. The ends of short documents make their tokens
    equal (`_Placement.even_out`).
 

@@ -1,4 +1,6 @@
-"""Choice between micro-batches that are full and slightly smaller ones whose documents fit into whole ranks.
+"""Choice between full micro-batches and slightly smaller ones.
+
+The documents of the smaller ones fit into whole ranks.
 
 Documents in whole ranks exchange nothing, but their lengths rarely fill every rank to the last
 token. Smaller micro-batches pay where the exchanges of full ones are not hidden behind computation.
@@ -29,7 +31,9 @@ COMPARED_BATCHES = 4
 
 
 def fitting(lengths: IntArray, ranks: int, tokens_per_rank: int) -> IntArray:
-    """Return the lengths of a micro-batch without its last documents, so that the others fit into whole ranks.
+    """Return the lengths of a micro-batch without its last documents.
+
+    The others then fit into whole ranks.
 
     Args:
         lengths: [documents] of at most tokens_per_rank tokens each.
@@ -42,7 +46,10 @@ def fitting(lengths: IntArray, ranks: int, tokens_per_rank: int) -> IntArray:
 
 
 def may_choose_whole_ranks(settings: PlanSettings) -> bool:
-    """Return whether the planner may place documents as it likes, so that it may also have them drawn for ranks."""
+    """Return whether the planner may place documents as it likes.
+
+    It may then also have documents drawn for ranks.
+    """
     return (
         settings.document_layout == "joint"
         and settings.choices is not None
@@ -53,7 +60,9 @@ def may_choose_whole_ranks(settings: PlanSettings) -> bool:
 def whole_ranks_pay(
     full: Iterable[IntArray], fitted: Iterable[IntArray], settings: PlanSettings
 ) -> bool:
-    """Return whether fitted micro-batches take clearly less predicted time per token than full ones.
+    """Return whether fitted micro-batches take clearly less predicted time per token.
+
+    They are compared with full ones.
 
     Every rank decides alike, since predictions depend on lengths and settings alone.
 

@@ -1,1 +1,4 @@
-"""Predicted seconds: profiles of devices, shapes of models, the walk of a schedule, and what is measured."""
+"""Predicted seconds.
+
+Here are profiles of devices, shapes of models, the walk of a schedule, and what is measured.
+"""

@@ -114,7 +114,9 @@ def measured_kernel(
     limit_s: float = inf,
     progress: bool = False,
 ) -> tuple[KernelCost, KernelCost, Accuracy]:
-    """Measure the costs of a kernel's forward and backward, and how well the forward's predict held-out calls.
+    """Measure the costs of a kernel's forward and backward.
+
+    Measure also how well the forward's costs predict held-out calls.
 
     Calls with one task come after calls with several short tasks, which the fit always needs.
     Window and chunks of the kind are left out. After `limit_s` seconds no larger number of rows is
@@ -172,7 +174,7 @@ def measured_kernel(
 
 
 def short_calls(device_type: str, most_rows: float) -> list[tuple[list[int], list[int]]]:
-    """Return query rows and K/V rows of the tasks of each call that is measured with several short tasks.
+    """Return query rows and K/V rows of the tasks of each call with several short tasks.
 
     Tasks have no more K/V rows than a document of `most_rows`. The K/V rows of a call's tasks
     differ, because the CPU kernel computes equal tasks at once.
@@ -199,7 +201,9 @@ def counted_call(q_lens: Sequence[int], k_lens: Sequence[int]) -> tuple[float, .
 
 
 def fitted_cost(tasks: Tasks, seconds: FloatArray) -> KernelCost:
-    """Fit costs to measured calls, each weighted as in a step with equally many query rows in calls of each kind.
+    """Fit costs to measured calls, each weighted as in a step.
+
+    The step has equally many query rows in calls of each kind.
 
     With equal weights, short calls would distort the costs of long calls, on which a step spends
     its time.

@@ -1,4 +1,6 @@
-"""Measure links between ranks, with the exchange that training uses, and agree on one profile of all ranks.
+"""Measure links between ranks, and agree on one profile of all ranks.
+
+Rows travel by the exchange that training uses.
 
 The exchange is described by protocols: `hf_distca/dispatch/peers.py` has it.
 """
@@ -61,7 +63,10 @@ class Exchanges(Protocol):
         """Ranks that take part."""
 
     def buffer(self, peers: Sequence[int], rows: int) -> Buffer:
-        """Return a buffer of the exchange that training uses, for rows from each rank to its peer."""
+        """Return a buffer of the exchange that training uses.
+
+        It holds rows from each rank to its peer.
+        """
 
     def collective(self, peers: Sequence[int], rows: int) -> Callable[[], object]:
         """Return the same exchange by a collective that may use all of a link."""
@@ -114,7 +119,10 @@ def _timed(
     alone: bool = False,
     limit_s: float = inf,
 ) -> tuple[FloatArray, FloatArray]:
-    """Return [sizes] bytes and [sizes, ranks] seconds of exchanges, for arguments see `measured_link`."""
+    """Return [sizes] bytes and [sizes, ranks] seconds of exchanges.
+
+    The arguments are those of `measured_link`.
+    """
     times: list[list[float]] = []
     spent = 0.0
 
@@ -134,7 +142,9 @@ def _timed(
 
 
 def peers_of(ranks: int, ranks_per_node: int | tuple[int, ...]) -> tuple[list[int], list[int]]:
-    """Return for each rank the next rank of its node, and the same rank of the next node, each [ranks].
+    """Return for each rank the next rank of its node, and the same rank of the next node.
+
+    Both are [ranks].
 
     Both lists are the same if all links are alike, or if nodes of different sizes have no such
     pairs.
@@ -153,7 +163,10 @@ def peers_of(ranks: int, ranks_per_node: int | tuple[int, ...]) -> tuple[list[in
 
 
 def _beside_computation(exchanges: Exchanges, peers: Sequence[int]) -> tuple[float, float]:
-    """Measure a rank's own time for an exchange: seconds to start it, and per byte while the rank computes."""
+    """Measure a rank's own time for an exchange.
+
+    The rank needs seconds to start it, and seconds per byte while it computes.
+    """
     groups, device = exchanges.groups, exchanges.device
     buffer = exchanges.buffer(peers, OVERLAP_ROWS)
     smallest = exchanges.buffer(peers, EXCHANGED_ROWS[0])
@@ -194,7 +207,9 @@ def with_links(
     collectives: bool = True,
     limit_s: float = inf,
 ) -> DeviceProfile:
-    """Return the mean of all ranks' profiles, with links inside and between nodes measured by all ranks. A collective.
+    """Return the mean of all ranks' profiles, with measured links. A collective.
+
+    All ranks measure the links inside and between nodes.
 
     Args:
         collectives: also measure torch's own collectives over the default group; else they count as

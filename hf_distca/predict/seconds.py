@@ -117,7 +117,7 @@ class KernelCost:
 
 
 def _subsets(count: int) -> Iterator[list[int]]:
-    """Yield all subsets of the numbers from 0 to `count` - 1 but the empty one, small ones first."""
+    """Yield all subsets but the empty one of the numbers from 0 to `count` - 1, small ones first."""
     for size in range(1, count + 1):
         for subset in combinations(range(count), size):
             yield list(subset)
@@ -276,7 +276,10 @@ class StepCosts:
         return max(float(busiest), longest / self.ranks_per_core)
 
     def row_work(self, kind: AttentionKind) -> float:
-        """Return the cost of a row besides core attention, in query-key pairs of a kind's layers."""
+        """Return the cost of a row besides core attention, in query-key pairs.
+
+        The pairs are those of layers of a kind.
+        """
         (costs,) = (costs for costs in self.kinds if costs.kind == kind)
         pair = costs.layers * (costs.forward.pair + costs.backward.pair)
         return self.token / pair if pair else 0.0

@@ -1,4 +1,7 @@
-"""SVG pictures for pages and for files: every colour has one meaning, and every mark has a label."""
+"""SVG pictures for pages and for files.
+
+Every colour has one meaning, and every mark has a label.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -39,7 +42,9 @@ exchanges, idle time, planned strategies, and strategies without plans.
 MARKS = list(COLOURS)[list(COLOURS).index("attention") :]
 OF_FILES = """svg { max-width: 100%; height: auto; }
 text { font: 13px system-ui, sans-serif; fill: var(--muted); font-variant-numeric: tabular-nums; }
-.strong { fill: var(--ink); font-weight: 600; } .ground { fill: var(--page); } .ink { stroke: var(--ink); fill: none; }
+.strong { fill: var(--ink); font-weight: 600; }
+.ground { fill: var(--page); }
+.ink { stroke: var(--ink); fill: none; }
 .gain { fill: var(--planned); font-size: 17px; font-weight: 600; }
 .arrow { fill: none; stroke: var(--planned); stroke-width: 2; }
 """
@@ -127,7 +132,10 @@ class Drawing:
 
 
 def lengths_picture(bins: Sequence[Mapping[str, Any]]) -> Drawing:
-    """Draw shares of documents and of tokens by length, from bins of `histogram`, on a logarithmic axis."""
+    """Draw shares of documents and of tokens by length, on a logarithmic axis.
+
+    The bins are those of `histogram`.
+    """
     left, top, bottom = 44, 12, 196
     drawing = Drawing(WIDTH, 240)
     marks = ticks(100 * max(max(each["document_share"], each["token_share"]) for each in bins))

@@ -62,7 +62,9 @@ def cut_at(draw: Draw, longest: int) -> Draw:
 def micro_batches(
     draw: Draw, tokens: int, seed: int, first: IntArray | None = None, *, cut: bool = True
 ) -> Iterator[IntArray]:
-    """Yield global micro-batches without end: documents drawn one after another as long as they fit.
+    """Yield global micro-batches without end.
+
+    Documents are drawn one after another as long as they fit.
 
     Args:
         tokens: the most tokens of a micro-batch, on all ranks together; a longer document is cut to
@@ -93,7 +95,9 @@ def corpora() -> dict[str, Draw]:
 
 
 def histogram(lengths: IntArray) -> list[dict[str, float]]:
-    """Count documents by length, between powers of two, from the shortest to the longest, with empty bins between.
+    """Count documents by length, between powers of two.
+
+    Bins reach from the shortest to the longest document. Those between may be empty.
 
     Args:
         lengths: [documents] of at least one token each.

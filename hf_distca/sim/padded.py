@@ -1,4 +1,8 @@
-"""Simulation of padded batches: padding, packing on each rank, whole sequences balanced, and planned micro-batches."""
+"""Simulation of padded batches.
+
+Their sequences are padded, packed on each rank, balanced as whole sequences, or planned as
+micro-batches.
+"""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -39,7 +43,10 @@ class PlannedBatches(Protocol):
 
     @property
     def shares(self) -> NDArray[np.void]:
-        """Rows [start, stop) of sequences, with the rank that holds them and their source; negative for fillers."""
+        """Rows [start, stop) of sequences, with the rank that holds them and their source.
+
+        The source of fillers is negative.
+        """
 
 
 @dataclass(frozen=True)
@@ -124,7 +131,10 @@ def _planned(planned: PlannedBatches, setup: Setup, settings: PlanSettings) -> S
 
 
 def _travel_seconds(shares: NDArray[np.void], setup: Setup) -> float:
-    """Return the seconds in which tokens travel forth and hidden states back, and gradients of these forth."""
+    """Return the seconds in which tokens travel forth and hidden states back.
+
+    Gradients of the hidden states travel forth, too.
+    """
     leaves = (shares["source"] >= 0) & (shares["source"] != shares["rank"])
     rows = (shares["stop"] - shares["start"])[leaves]
     most = max(

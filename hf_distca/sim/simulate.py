@@ -78,7 +78,10 @@ SECONDS = "Seconds of the mean rank: step = attention + other + waits + idle."
 
 
 def parts_of_step(figures: Mapping[str, Any]) -> dict[str, float]:
-    """Return the seconds of the mean rank in a step, which they add up to, from the fields of `StrategyFigures`."""
+    """Return the seconds of the mean rank in a step by what it does.
+
+    They add up to the step. `figures` are fields of `StrategyFigures`.
+    """
     busy = {
         "attention": figures["attention_mean_seconds"],
         "other": figures["other_mean_seconds"],
@@ -274,7 +277,10 @@ def _too_long(lengths: IntArray, capacity: int) -> str:
 def _as_drawn(
     full: list[IntArray], setup: Setup, settings: PlanSettings
 ) -> tuple[list[IntArray], bool]:
-    """Return micro-batches as training draws them by default, and whether their documents fit into whole ranks."""
+    """Return micro-batches as training draws them by default.
+
+    The second value says whether their documents fit into whole ranks.
+    """
     chosen = replace(settings, choices=Choices.beside(settings, setup.costs))
     fitted = (fitting(lengths, setup.ranks, setup.tokens_per_rank) for lengths in full)
     longest = max(int(lengths.max()) for lengths in full)
@@ -289,7 +295,10 @@ def advice(
     by_plan: StrategyFigures,
     tokens_per_rank: int,
 ) -> Iterator[str]:
-    """Yield sentences of advice from the figures of every strategy and of the two that are compared."""
+    """Yield sentences of advice from the figures of every strategy.
+
+    The figures of two strategies are compared.
+    """
     gain = by_plain.step_seconds / by_plan.step_seconds
     speed = f"{gain:.2f}× the speed of {by_plain.name}, the best other strategy."
     if gain < NOT_WORTH:

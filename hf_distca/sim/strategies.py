@@ -93,7 +93,10 @@ def all_strategies(setup: Setup, settings: PlanSettings, servers: int) -> tuple[
 
 
 def plain(lengths: IntArray, setup: Setup) -> StepTime:
-    """Predict a step of DDP or FSDP with documents packed into one row per rank of about equal tokens."""
+    """Predict a step of DDP or FSDP with packed documents.
+
+    Each rank has one row of about equal tokens.
+    """
     rows, cut = packed_rows(lengths, setup)
     return on_ranks(rows, setup, cut=cut)
 
@@ -127,7 +130,9 @@ def _by_bin(
 
 
 def data_and_context_parallel(lengths: IntArray, setup: Setup, context: int) -> StepTime:
-    """Predict a step of whole documents balanced over groups of ranks and divided evenly inside each group.
+    """Predict a step of whole documents balanced over groups of ranks.
+
+    A group divides its documents evenly among its ranks.
 
     Each document is cut into 2 · context equal parts. The first rank of a group gets the first and
     the last part, and so on, so that ranks of a group compute alike, as in WLB-LLM and the paper's

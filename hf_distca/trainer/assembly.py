@@ -189,7 +189,10 @@ def smallest_memory(groups: Groups, device: torch.device) -> int | None:
 
 
 def warn_of_kernels(model: PreTrainedModel, device: torch.device) -> None:
-    """Warn of kernels that the model's layers use and that will fail in the backward on this device."""
+    """Warn of kernels that will fail in the backward on this device.
+
+    The model's layers use them.
+    """
     if device.type != "cuda" or not fla.uses_fla(model):
         return
     fault = fla.backward_fault(torch.cuda.get_device_capability(device), fla.versions_that_matter())
@@ -202,7 +205,10 @@ def warn_of_kernels(model: PreTrainedModel, device: torch.device) -> None:
 def gathers_whole_layers(
     model: PreTrainedModel, config: DistCAConfig, dispatcher: Dispatcher, accelerator: Accelerator
 ) -> bool:
-    """Return whether ZeRO-3 gathers decoder layers as wholes, and not their modules one after another."""
+    """Return whether ZeRO-3 gathers decoder layers as wholes.
+
+    Otherwise it gathers their modules one after another.
+    """
     divided = dispatcher.settings.ping_pong or config.mlp_chunk_rows or mixing_layers(model)
     return bool(divided) and parallel.gathers_parameters(accelerator)
 

@@ -16,7 +16,8 @@ NAMES = {"ddp": "DDP", "fsdp2": "FSDP2", "zero1": "ZeRO-1", "zero2": "ZeRO-2", "
 PARAGRAPH = """
 ## Training with hf_distca
 
-hf_distca {version} packed the documents without padding and balanced their core attention over ranks.
+hf_distca {version} packed the documents without padding
+and balanced their core attention over ranks.
 
 - Ranks: {ranks}, under {strategy}
 - `tokens_per_rank`: {tokens_per_rank:,}, so that a micro-batch has up to {tokens:,} tokens

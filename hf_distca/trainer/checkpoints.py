@@ -271,7 +271,10 @@ def _check_archive(file: Path) -> None:
 
 
 def _check_shards(folder: Path) -> None:
-    """Raise ValueError or OSError if a folder of shards lacks its list of tensors, or a file's end."""
+    """Raise ValueError or OSError if a folder of shards is not complete.
+
+    It lacks its list of tensors, or a file's end.
+    """
     for tensor in FileSystemReader(folder).read_metadata().storage_data.values():
         size = (folder / tensor.relative_path).stat().st_size
         if size < tensor.offset + tensor.length:

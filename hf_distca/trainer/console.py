@@ -1,4 +1,6 @@
-"""What a training prints: few figures in a line of the log, and messages of the level that `log_level` names.
+"""What a training prints: a line of the log with few figures, and messages.
+
+Messages are of the level that `log_level` names.
 
 Trackers such as W&B and TensorBoard get all figures.
 """
@@ -24,7 +26,10 @@ PASSIVE = "passive"
 
 
 def follow_log_level(args: Any) -> None:
-    """Give the library's messages the level that `log_level` names, as Trainer does for those of transformers."""
+    """Give the library's messages the level that `log_level` names.
+
+    Trainer does so for the messages of transformers.
+    """
     library = logging.getLogger(LIBRARY)
     if args.log_level == PASSIVE:
         return
@@ -84,7 +89,9 @@ def log_choice(plan: MicroBatchPlan, args: Any, ranks: int) -> None:
 
 
 def for_console(logs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return logs with a few readable figures in place of all figures of hf_distca, which are shares and ratios.
+    """Return logs with a few readable figures in place of all figures of hf_distca.
+
+    All figures are shares and ratios.
 
     Texts are in ASCII: some terminals cannot print other characters, and raise an error.
     """

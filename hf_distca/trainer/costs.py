@@ -182,7 +182,10 @@ def observe(spans: Sequence[Span]) -> tuple[float, float]:
 
 
 class LearnedCosts(TrainerCallback):
-    """Compare steps with the measured costs, and correct the costs on all ranks at the same step."""
+    """Compare steps with the measured costs, and correct the costs.
+
+    All ranks correct them at the same step.
+    """
 
     def __init__(self, dispatcher: Dispatcher) -> None:
         self._dispatcher = dispatcher
@@ -267,7 +270,10 @@ class LearnedCosts(TrainerCallback):
             )
 
     def save(self, folder: Path) -> None:
-        """Write the corrections into a checkpoint, so that a resumed training makes the same plans."""
+        """Write the corrections into a checkpoint.
+
+        A resumed training then makes the same plans.
+        """
         if self._choices is not None:
             folder.mkdir(parents=True, exist_ok=True)
             content = {

@@ -401,7 +401,9 @@ class UpcomingBatches:
         return self._dispatcher.bind(plan)
 
     def prepare_next(self) -> None:
-        """Read and plan one micro-batch of the next step, and bind the plan of the next micro-batch.
+        """Read and plan one micro-batch of the next step.
+
+        Bind the plan of the next micro-batch.
 
         To be called once a micro-batch, after its work is launched. A collective if the loader does
         not plan.

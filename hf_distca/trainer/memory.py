@@ -31,7 +31,10 @@ def log_memory(
     accelerator: Accelerator,
     memory: int,
 ) -> None:
-    """Log what a document over all ranks takes of a device's `memory` in bytes, and warn if it does not fit."""
+    """Log what a document over all ranks takes of a device's `memory` in bytes.
+
+    Warn if it does not fit.
+    """
     settings, trainer, ranks = dispatcher.settings, cast(Any, args), dispatcher.groups.ranks
     try:  # one document over all ranks exchanges the most
         strategy, shards = sharing_of(accelerator, model, ranks)

@@ -172,7 +172,10 @@ class DistCAMixin(PlannedTraining):
     def get_batch_samples(
         self, epoch_iterator: Iterator[Any], num_batches: int, *args: Any, **kwargs: Any
     ) -> tuple[list[dict[str, Any]], Tensor | int | None]:
-        """Return an optimizer step's planned micro-batches, and its number of targets on all ranks."""
+        """Return an optimizer step's planned micro-batches and its number of targets.
+
+        The targets are those of all ranks.
+        """
         self._begin_step()
         begins_pass = epoch_iterator is not self._epoch_iterator
         if begins_pass:
@@ -398,7 +401,7 @@ class DistCAMixin(PlannedTraining):
         return loss, None, None
 
     def predict(self, *args: Any, **kwargs: Any) -> PredictionOutput:
-        """Return, for each document, what `preprocess_logits_for_metrics` makes of its tokens' logits.
+        """Return what `preprocess_logits_for_metrics` makes of each document's logits.
 
         Predictions and labels are [documents, longest, ...], with -100 beyond a document's end.
         Labels are unshifted: the prediction of a token is for the label after it. The first label

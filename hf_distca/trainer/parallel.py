@@ -283,8 +283,8 @@ def gathers_parameters(accelerator: Accelerator) -> bool:
 def gather_whole_layers(model: nn.Module, layers: Sequence[type[nn.Module]]) -> None:
     """Let ZeRO-3 gather whole layers of these classes.
 
-    In decoder layers nano-batches take turns, and heads run once for each chunk. ZeRO-3 would gather
-    their modules each time.
+    In decoder layers nano-batches take turns, and heads run once for each chunk. ZeRO-3 would
+    gather their modules each time.
     """
     if not layers:
         return

@@ -1,4 +1,6 @@
-"""Figures and predictions of an evaluation, from the logits of its rows where the loss computes them.
+"""Figures and predictions of an evaluation.
+
+They come from the logits of a rank's rows, where the loss computes the logits.
 
 Logits stay on their rank and exist a chunk of rows at a time. A user's function
 `preprocess_logits_for_metrics` makes something small of them, such as the token with the greatest
@@ -35,7 +37,11 @@ MOST_BLOCK_VALUES = 2**24
 
 
 class TokenFigures:
-    """Sums over the rows with a target: the rows, those whose target has the greatest logit, and entropies in nats."""
+    """Sums over the rows with a target.
+
+    They count the rows, and those whose target has the greatest logit. They add up entropies in
+    nats.
+    """
 
     def __init__(self) -> None:
         self._sums: Tensor | None = None  # [3] float64

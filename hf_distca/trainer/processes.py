@@ -1,4 +1,7 @@
-"""Processes that read data for a rank: their signs of life, time limits, and errors that name them."""
+"""Processes that read data for a rank.
+
+They have signs of life, time limits, and errors that name them.
+"""
 
 import logging
 import multiprocessing
@@ -111,11 +114,9 @@ class ReadingProcesses:
         remedy = f"{NONE}; {FORK_HANGS}" if self.can_hang else NONE
         if self.method != "fork":
             remedy = f"{AGAIN}, or {remedy}"
-        found = (
-            self.reason
-            or f"rank {self.rank} lacks data, because a process that reads for it has ended: {error}"
-        )
-        return f"{found}; {remedy}"
+        process_ended = "because a process that reads for it has ended"
+        reason = self.reason or f"rank {self.rank} lacks data, {process_ended}: {error}"
+        return f"{reason}; {remedy}"
 
     def begin(self) -> "Reading | None":
         """Return the watch of one pass over a loader, before its processes start.
@@ -176,7 +177,10 @@ class Reading:
         self._timer.cancel()
 
     def _found(self) -> dict[int, BaseProcess]:
-        """Return the processes that started since this pass began: while its first batch is read, no others start."""
+        """Return the processes that started since this pass began.
+
+        No other processes start while the first batch of the pass is read.
+        """
         return {pid: process for pid, process in _children().items() if pid not in self._before}
 
     def _expire(self) -> None:

@@ -83,7 +83,10 @@ class DistCASFTTrainer(DistCAMixin, SFTTrainer):
     def compute_loss(
         self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any
     ) -> Any:
-        """Return TRL's loss over the targets of all ranks, and note their number for the metrics."""
+        """Return TRL's loss over the targets of all ranks.
+
+        Note their number for the metrics.
+        """
         mode = "train" if self.model.training else "eval"
         loaders = self.accelerator.gradient_state
         if loaders.in_dataloader:

@@ -16,7 +16,10 @@ from hf_distca.trainer.refusals import LOADED_ALREADY
 
 
 def with_tokens(given: Mapping[str, Any], model: Any) -> dict[str, Any]:
-    """Return a trainer's arguments with tokens for text, by `processing_class` or the tokenizer of a named model."""
+    """Return a trainer's arguments with tokens for text.
+
+    `processing_class` makes the tokens, or the tokenizer of a named model.
+    """
     args, given = given["args"], dict(given)
     field = getattr(args, "dataset_text_field", "text")
 

@@ -580,7 +580,10 @@ def _step_with_servers(ping_pong, lost, window, others) -> tuple[Step, list[tupl
 
 
 def events_of(pool, ping_pong=False, lost=None, window=None, **others):
-    """What every rank asks of servers in a step; the step is that of one process without servers."""
+    """What every rank asks of servers in a step.
+
+    The step is that of one process without servers.
+    """
     expected = reference_step(model_of(window, "sdpa"), random_documents(SERVED))
     results = pool.run(_step_with_servers, ping_pong, lost, window, others)
     for got, events in results:

@@ -1,4 +1,7 @@
-"""The recorder: what it measures and for whom; on CUDA with a stand-in for the events of a stream."""
+"""The recorder: what it measures and for whom.
+
+On CUDA it runs with a stand-in for the events of a stream.
+"""
 
 import pytest
 import torch

@@ -1,4 +1,8 @@
-"""Describing a call, what is refused, the reference, merging, measured speeds, and the CPU kernel."""
+"""What every kernel and its caller agree on.
+
+A call is described, refused, or computed by the reference; results are merged, speeds measured. The
+CPU kernel comes last.
+"""
 
 import math
 

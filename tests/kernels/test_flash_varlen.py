@@ -357,7 +357,8 @@ ABSENT = r"needs the flash-attn-4 package: .*\[cu13\]'\)"
         (
             SYMBOL,
             True,
-            f"{BROKEN}ImportError: _C.abi3.so: undefined .*; install a build for this torch and CUDA",
+            f"{BROKEN}ImportError: _C.abi3.so: undefined .*; install a build for this torch and "
+            "CUDA",
         ),
         (
             OSError("no libcudart.so.12"),

@@ -106,7 +106,7 @@ def test_a_few_chunks_of_the_loss_take_what_all_take(monkeypatch, model_type, us
 
 
 def test_exchange_buffers_of_a_step_count_although_the_backward_makes_some_of_them():
-    """Without checkpointing the peak is in the loss, before the buffers of the backward are made."""
+    """Without checkpointing the peak is in the loss, before the backward's buffers are made."""
     settings = PlanSettings(2, TOKENS, small_kinds(), 4, exchange_buffer_bytes=200 * 128)
     plan = plan_micro_batch([900, 500, 300, 200, 100, 40], settings)
     model = model_of_config(AutoConfig.for_model("llama", **SMALL), torch.float32)

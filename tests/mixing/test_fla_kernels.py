@@ -50,7 +50,8 @@ for name, module in list(sys.modules.items()):
 
 torch.manual_seed(0)
 heads, rows, columns, sizes = 2, 16, 16, [30, 40]
-query, key = (torch.nn.functional.normalize(torch.randn(1, sum(sizes), heads, rows), dim=-1) for _ in range(2))
+normalize = torch.nn.functional.normalize
+query, key = (normalize(torch.randn(1, sum(sizes), heads, rows), dim=-1) for _ in range(2))
 value, beta = torch.randn(1, sum(sizes), heads, columns), torch.rand(1, sum(sizes), heads)
 ends = torch.tensor([0, 30, 70], dtype=torch.int32)
 for kernel, stock, g in (

@@ -30,7 +30,10 @@ def _keep_plans(patch: pytest.MonkeyPatch) -> None:
 
 
 def _counted(_trainer: Any) -> tuple[int, int, int]:
-    """How many plans cut documents and forward rows inside nodes, and how often layers took turns."""
+    """How many plans cut documents and forward rows inside nodes.
+
+    The third number says how often layers took turns.
+    """
     forwards = [
         any(r.forwards for nano in plan.nano_batches for r in nano.routes.values())
         for plan in PLANS

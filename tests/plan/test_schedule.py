@@ -57,7 +57,9 @@ run remote-KV; send dk dv / run local 2/2 / | / wait dq, dk dv
         False,
     ): (
         """
-send q, k v / run local / | / wait q, k v; run remote-query; send o lse / run remote-KV / | / wait o lse
+send q, k v / run local / |
+wait q, k v; run remote-query; send o lse / run remote-KV / |
+wait o lse
 """
     ),
     (
@@ -111,12 +113,14 @@ wait dq, dk dv [3]
     ): (
         """
 send q, k v, k v [1] / | / wait k v; send k v forwarded / run local
-wait q, k v forwarded, k v [1]; send k v forwarded [1], k v [2] / run remote-query, remote-query prefix / run remote-KV
+wait q, k v forwarded, k v [1]; send k v forwarded [1], k v [2]
+run remote-query, remote-query prefix / run remote-KV
 wait k v forwarded [1], k v [2]; send k v forwarded [2], k v [3]
 run remote-query [1], remote-query prefix [1] / run remote-KV [1]
 wait k v forwarded [2], k v [3]; send k v forwarded [3]
 run remote-query [2], remote-query prefix [2] / run remote-KV [2]
-wait k v forwarded [3]; run remote-query [3], remote-query prefix [3]; send o lse / run remote-KV [3] / |
+wait k v forwarded [3]; run remote-query [3], remote-query prefix [3]; send o lse
+run remote-KV [3] / |
 wait o lse
 """
     ),
@@ -137,7 +141,8 @@ run remote-query [2], remote-query prefix [2] / run remote-KV [2]; send dk dv to
 wait dk dv to gateways [1], dk dv; send dk dv [1]
 wait k v forwarded [3]; run remote-query [3], remote-query prefix [3]; send dq
 run remote-KV [3]; send dk dv to gateways [3]
-wait dk dv to gateways [2], dk dv [1]; send dk dv [2] / wait dk dv to gateways [3]; send dk dv [3] / run local / |
+wait dk dv to gateways [2], dk dv [1]; send dk dv [2]
+wait dk dv to gateways [3]; send dk dv [3] / run local / |
 wait dq, dk dv [2], dk dv [3]
 """
     ),

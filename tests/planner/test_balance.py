@@ -272,7 +272,8 @@ def test_rows_of_other_nodes_go_to_those_with_room():
     for rows, window, limit, of_nodes, expected in (
         # Node 1 has rows 48 to 64 of document 0, whose 16 rows have 904 pairs. Each of its ranks
         # has room for 500 - 36 = 464 pairs, and rows 48 to 56 have 420.
-        ([[64], [16], [8], [8]], None, 500.0, [(0, 0, 48, 0), (0, 48, 64, 1), (2, 0, 8, 1), (3, 0, 8, 1)],
+        ([[64], [16], [8], [8]], None, 500.0,
+         [(0, 0, 48, 0), (0, 48, 64, 1), (2, 0, 8, 1), (3, 0, 8, 1)],
          [(0, 0, 48, 0), (0, 48, 56, 2), (2, 0, 8, 2), (0, 56, 64, 3), (3, 0, 8, 3)]),
         # Rank 2 has room for 964 pairs, then 836: still more than the 516 of rank 3. Without a
         # window it had 60 left.

@@ -139,7 +139,10 @@ SETTINGS = PlanSettings(2, 4096, (KIND,), document_layout="joint")
 
 
 def step_costs(**changed: float) -> StepCosts:
-    """A pair takes a nanosecond, a row besides core attention a microsecond; mixing layers as said."""
+    """Costs of a step, where mixing layers may differ.
+
+    A pair takes a nanosecond, and a row besides core attention a microsecond.
+    """
     kernel, link = KernelCost(0.0, 0.0, 0.0, 1e-9), LinkCost(1e-5, 1e9)
     mixing = replace(MixingCosts(3, 1e-7, 1e-7, 1e-7, 1e-7, 0.0, 100.0, 1e4), **changed)
     return StepCosts(

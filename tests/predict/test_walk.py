@@ -119,7 +119,10 @@ def test_the_second_nano_batch_begins_the_backward():
 
 
 def test_an_exchange_takes_time_of_a_rank_that_computes_meanwhile():
-    """2 rows travel for 8 seconds and take 1 second of a rank; it computes during half of the way."""
+    """2 rows travel for 8 seconds and take 1 second of a rank.
+
+    It computes during half of the way.
+    """
     walked = walk([counted((4, 4), (0, 2), 2)], bandwidth=0.25, busy=0.5)
     # Results travel while nobody computes: from 10 to 18; rank 0 waits for them from 8 on.
     assert (walked.seconds, walked.waited.tolist()) == (18, [3.5 + 10, 3.5 + 8])

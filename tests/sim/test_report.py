@@ -79,7 +79,7 @@ def test_a_report_is_one_file_with_labels_in_which_a_colour_has_one_meaning(repo
     assert "#" not in re.sub(r"<style>.*?</style>", "", text, flags=re.S).replace("&#", "")
 
 
-def test_bars_and_table_of_strategies_have_the_seconds_of_the_same_rank_and_names_are_explained_first(
+def test_bars_and_table_of_strategies_have_the_seconds_of_the_same_rank_and_names_come_first(
     reports,
 ):
     simulation = html.unescape((reports / "simulate.html").read_text())

@@ -22,7 +22,8 @@ MODEL = ModelShape(
 )
 FREE = Links(LinkCost(0, np.inf), LinkCost(0, np.inf))
 PROFILE = DeviceProfile(
-    "unit", "a pair takes a second", "float32", KIND, KernelCost(0, 0, 0, 1.0), KernelCost(0, 0, 0, 2.0),
+    "unit", "a pair takes a second", "float32",
+    KIND, KernelCost(0, 0, 0, 1.0), KernelCost(0, 0, 0, 2.0),
     np.inf, np.inf, 10.0, FREE, FREE,
 )  # fmt: skip
 SETUP = Setup(MODEL, PROFILE, ranks=2, tokens_per_rank=8)

@@ -1,9 +1,8 @@
 """Choice between full micro-batches and slightly smaller ones.
 
-The documents of the smaller ones fit into whole ranks.
-
-Documents in whole ranks exchange nothing, but their lengths rarely fill every rank to the last
-token. Smaller micro-batches pay where the exchanges of full ones are not hidden behind computation.
+The documents of the smaller ones fit into whole ranks. Documents in whole ranks exchange nothing,
+but their lengths rarely fill every rank to the last token. Smaller micro-batches pay where the
+exchanges of full ones are not hidden behind computation.
 """
 
 from bisect import bisect_left
@@ -33,7 +32,7 @@ COMPARED_BATCHES = 4
 def fitting(lengths: IntArray, ranks: int, tokens_per_rank: int) -> IntArray:
     """Return the lengths of a micro-batch without its last documents.
 
-    The others then fit into whole ranks.
+    The others fit into whole ranks.
 
     Args:
         lengths: [documents] of at most tokens_per_rank tokens each.
@@ -42,13 +41,15 @@ def fitting(lengths: IntArray, ranks: int, tokens_per_rank: int) -> IntArray:
     def too_many(count: int) -> bool:
         return ranks_of_whole(lengths[:count], ranks, tokens_per_rank) is None
 
-    return lengths[: bisect_left(range(len(lengths) + 1), True, key=too_many) - 1]
+    counts = range(len(lengths) + 1)
+    first_too_many = bisect_left(counts, True, key=too_many)
+    return lengths[: first_too_many - 1]
 
 
 def may_choose_whole_ranks(settings: PlanSettings) -> bool:
-    """Return whether the planner may place documents as it likes.
+    """Return whether the planner may have documents drawn for ranks.
 
-    It may then also have documents drawn for ranks.
+    It may if it places documents as it likes.
     """
     return (
         settings.document_layout == "joint"
@@ -60,9 +61,7 @@ def may_choose_whole_ranks(settings: PlanSettings) -> bool:
 def whole_ranks_pay(
     full: Iterable[IntArray], fitted: Iterable[IntArray], settings: PlanSettings
 ) -> bool:
-    """Return whether fitted micro-batches take clearly less predicted time per token.
-
-    They are compared with full ones.
+    """Return whether fitted micro-batches clearly take less predicted time per token.
 
     Every rank decides alike, since predictions depend on lengths and settings alone.
 
@@ -79,13 +78,13 @@ def whole_ranks_pay(
     costs = settings.choices.costs
     speeds = 1 / np.array(costs.slowness or (1.0,) * settings.ranks)
     work_s = sum(float(document_seconds(lengths, costs).sum()) for lengths in compared)
-    computing_s = (
-        work_s / float(speeds.sum()) / _tokens(compared)
-    )  # if ranks computed alike and never waited
+    # Seconds per token if ranks computed alike and never waited.
+    computing_s = work_s / float(speeds.sum()) / _tokens(compared)
     full_s = _seconds_per_token(compared, settings)
     if full_s < PAYS * computing_s:
         return False
-    return full_s >= PAYS * _seconds_per_token(list(islice(fitted, COMPARED_BATCHES)), settings)
+    fitted_s = _seconds_per_token(list(islice(fitted, COMPARED_BATCHES)), settings)
+    return full_s >= PAYS * fitted_s
 
 
 def _tokens(micro_batches: Iterable[IntArray]) -> int:

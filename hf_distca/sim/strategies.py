@@ -17,9 +17,9 @@ from hf_distca.planner.bin_packing import Bins, largest_first
 from hf_distca.planner.micro_batch import plan_micro_batch
 from hf_distca.planner.servers import plan_with_servers
 from hf_distca.planner.settings import Choices, PlanSettings
-from hf_distca.predict.counts import count_plan
+from hf_distca.predict.counts import count_plans
 from hf_distca.predict.mixing import count_cuts
-from hf_distca.predict.seconds import DIAGONAL_ROWS, Tasks
+from hf_distca.predict.seconds import DIAGONAL_ROWS, FloatArray, Tasks
 from hf_distca.predict.setup import Setup
 from hf_distca.predict.walk import Walked, document_seconds, predict_step
 from hf_distca.sim.lengths import IntArray
@@ -31,12 +31,10 @@ class StepTime(Walked):
 
     bytes_bottleneck: int  # that the busiest rank sends or receives in one layer's forward
     tokens_most: int  # rows of the rank that holds the most
-    documents_cut: int = (
-        0  # documents that lose context, because no rank or group of ranks can hold them
-    )
-    mixing_runs: int = (
-        0  # runs of a recurrence's kernel in a mixing layer's forward, on the rank with the most
-    )
+    # Documents that lose context, because no rank or group of ranks can hold them.
+    documents_cut: int = 0
+    # Runs of a recurrence's kernel in a mixing layer's forward, on the rank with the most.
+    mixing_runs: int = 0
     mixing_bytes: float = 0.0  # that the busiest rank sends or receives in a mixing layer's forward
 
 
@@ -68,14 +66,15 @@ def all_strategies(setup: Setup, settings: PlanSettings, servers: int) -> tuple[
     def in_groups(context: int) -> Callable[[IntArray], tuple[StepTime, None]]:
         return lambda lengths: (data_and_context_parallel(lengths, setup, context), None)
 
-    found, context = [Strategy(PLAIN, lambda lengths: (plain(lengths, setup), None))], 1
+    strategies = [Strategy(PLAIN, lambda lengths: (plain(lengths, setup), None))]
+    context = 1
     while setup.ranks % context == 0:
         name = (
             f"context parallel, {setup.ranks // context} × {context}"
             if context > 1
             else "whole documents balanced"
         )
-        found.append(Strategy(name, in_groups(context), context))
+        strategies.append(Strategy(name, in_groups(context), context))
         context *= 2
 
     layouts = ("whole",) if settings.document_layout == "whole" else ("fixed", "joint")
@@ -88,14 +87,14 @@ def all_strategies(setup: Setup, settings: PlanSettings, servers: int) -> tuple[
         plans.append((f"hf_distca, {layouts[-1]}, {servers} servers", *of_layouts[-1], servers))
     for name, layout, given, helpers in plans:
         step = partial(planned, setup=setup, settings=given, servers=helpers)
-        found.append(Strategy(name, step, document_layout=layout, servers=helpers))
-    return tuple(found)
+        strategies.append(Strategy(name, step, document_layout=layout, servers=helpers))
+    return tuple(strategies)
 
 
 def plain(lengths: IntArray, setup: Setup) -> StepTime:
     """Predict a step of DDP or FSDP with packed documents.
 
-    Each rank has one row of about equal tokens.
+    Each rank has one row, and rows have about equally many tokens.
     """
     rows, cut = packed_rows(lengths, setup)
     return on_ranks(rows, setup, cut=cut)
@@ -132,11 +131,10 @@ def _by_bin(
 def data_and_context_parallel(lengths: IntArray, setup: Setup, context: int) -> StepTime:
     """Predict a step of whole documents balanced over groups of ranks.
 
-    A group divides its documents evenly among its ranks.
-
-    Each document is cut into 2 · context equal parts. The first rank of a group gets the first and
-    the last part, and so on, so that ranks of a group compute alike, as in WLB-LLM and the paper's
-    baseline. Each rank gathers K and V of its group in every layer.
+    Documents are divided evenly inside their group: each is cut into 2 · context equal parts. The
+    first rank of a group gets the first and the last part, and so on. So ranks of a group compute
+    alike, as in WLB-LLM and the paper's baseline. Each rank gathers K and V of its group in every
+    layer.
     """
     most_tokens = setup.tokens_per_rank * context
     piece_lengths, cut_documents = _cut(lengths, most_tokens)
@@ -171,28 +169,34 @@ def step_of_plan(
     plan: MicroBatchPlan, setup: Setup, settings: PlanSettings, servers: int = 0
 ) -> StepTime:
     """Predict a step of a plan."""
+    costs = setup.costs
     nodes = list(settings.node_of_ranks)
-    nodes += [max(nodes) + 1 + index for index in range(servers)]
+    nodes += [max(nodes) + 1 + server for server in range(servers)]
+    layouts = [nano_batch.layout for nano_batch in plan.nano_batches]
     counted = [
-        {
-            kind: count_plan(of_kind, kind, settings.bytes_per_value, nodes)
-            for kind, of_kind in nano.plans.items()
-        }
-        for nano in plan.nano_batches
+        count_plans(nano_batch.plans, settings.bytes_per_value, nodes)
+        for nano_batch in plan.nano_batches
     ]
-    layouts, costs = [nano.layout for nano in plan.nano_batches], setup.costs
-    most = int(np.sum([layout.tokens for layout in layouts], axis=0).max())
-    moved = np.sum(
-        [[each[kind].forward_bytes for kind in settings.kinds] for each in counted], axis=(0, 2)
-    )
+
+    # 1. The seconds, and the bytes of a layer of the kind of attention that moves the most.
     walked = predict_step(counted, layouts, costs, nodes)
-    step = StepTime(**vars(walked), bytes_bottleneck=int(np.max(moved)), tokens_most=most)
-    if costs.mixing is not None:
-        cuts = [count_cuts(layout, nodes) for layout in layouts]
-        in_mixing = sum(each.bytes_moved(costs.mixing.halo, costs.mixing.state) for each in cuts)
-        runs = int(np.sum([each.runs for each in cuts], axis=0).max())
-        step = replace(step, mixing_runs=runs, mixing_bytes=in_mixing)
-    return step
+    bytes_bottleneck = 0
+    for kind in settings.kinds:
+        # [2, workers] bytes sent and received over all links, all nano-batches together
+        moved = np.sum([counts[kind].forward_bytes.sum(axis=0) for counts in counted], axis=0)
+        bytes_bottleneck = max(bytes_bottleneck, int(moved.max()))
+    tokens_most = int(plan.tokens.max())
+    step = StepTime(**vars(walked), bytes_bottleneck=bytes_bottleneck, tokens_most=tokens_most)
+    if costs.mixing is None:
+        return step
+
+    # 2. What layers that mix the rows of a document run and move.
+    mixing_bytes, runs = 0.0, np.zeros(settings.ranks, np.int64)
+    for layout in layouts:
+        cuts = count_cuts(layout, nodes)
+        mixing_bytes += cuts.bytes_moved(costs.mixing.halo, costs.mixing.state)
+        runs += cuts.runs
+    return replace(step, mixing_runs=int(runs.max()), mixing_bytes=mixing_bytes)
 
 
 def _cut(lengths: IntArray, most: int) -> tuple[list[int], int]:
@@ -216,43 +220,64 @@ def on_ranks(
             shares evenly.
         cut: number of documents that were cut.
     """
-    costs, parts = setup.costs, 2 * context if context > 1 else 1
-    tokens = np.array([sum(group) for group in groups], float) / context
-    # Each of a document's equal parts reads the K/V rows up to its own end.
-    keys = np.array([sum(n * (min(parts, n) + 1) / 2 for n in group) for group in groups]) / context
-    diagonal = (
-        np.array([sum(n * min(n / parts, DIAGONAL_ROWS) for n in group) for group in groups])
-        / context
-    )
-    count = np.array([sum(min(parts, n) for n in group) for group in groups]) / context
-    attention, gathered, moved = np.zeros(len(groups)), np.zeros(len(groups)), 0.0
-    for of_kind in costs.kinds:
-        gpu = of_kind.kind
-        in_pairs = (
-            np.array([sum(pairs(0, n, gpu.window) for n in group) for group in groups], float)
-            / context
-        )
-        tasks = Tasks(tokens, keys, in_pairs, np.ones(len(groups)), diagonal, count)
-        attention += of_kind.layers * (
-            of_kind.forward.seconds(tasks) + of_kind.backward.seconds(tasks)
-        )
-        if context > 1:
-            size = tokens * (context - 1) * RowBytes.of_kind(gpu, setup.profile.bytes_per_value).kv
-            inside = context <= max(node_sizes(setup.ranks, setup.ranks_per_node))
-            link = setup.profile.links.within if inside else setup.profile.links.between
-            # K and V are gathered in the forward and in the backward, and dK and dV are reduced.
-            gathered += 3 * of_kind.layers * link.seconds(size)
-            moved = max(moved, float(size.max()))
+    costs = setup.costs
+    # 1. What each rank of a group computes: its share of the group's documents.
+    tokens = np.array([sum(documents) for documents in groups], float) / context
+    attention = np.zeros(len(groups))
+    for kind_costs in costs.kinds:
+        tasks = _tasks_of_groups(groups, context, kind_costs.kind.window)
+        kernel_s = kind_costs.forward.seconds(tasks) + kind_costs.backward.seconds(tasks)
+        attention += kind_costs.layers * kernel_s
     other = costs.token * tokens
-    in_mixing = (
-        costs.mixing.layers * costs.mixing.token * (1 + costs.backward_factor)
-        if costs.mixing
-        else 0.0
+    mixing_token = 0.0
+    if costs.mixing is not None:
+        mixing_token = costs.mixing.layers * costs.mixing.token * (1 + costs.backward_factor)
+
+    # 2. K and V that it gathers from its group.
+    gathered = np.zeros(len(groups))
+    bytes_bottleneck = 0.0
+    if context > 1:
+        inside = context <= max(node_sizes(setup.ranks, setup.ranks_per_node))
+        link = setup.profile.links.within if inside else setup.profile.links.between
+        for kind_costs in costs.kinds:
+            row_bytes = RowBytes.of_kind(kind_costs.kind, setup.profile.bytes_per_value)
+            received = tokens * (context - 1) * row_bytes.kv
+            # K and V are gathered in the forward and in the backward, and dK and dV are reduced.
+            gathered += 3 * kind_costs.layers * link.seconds(received)
+            bytes_bottleneck = max(bytes_bottleneck, float(received.max()))
+
+    # 3. The slowest group, and the figures of every rank.
+    return StepTime(
+        seconds=float((attention + other + gathered).max()),
+        attention=np.repeat(attention, context),
+        other=np.repeat(other, context),
+        waited=np.repeat(gathered, context),
+        mixing=np.repeat(mixing_token * tokens, context),
+        bytes_bottleneck=int(bytes_bottleneck),
+        tokens_most=int(np.ceil(tokens.max())),
+        documents_cut=cut,
+        mixing_runs=int(costs.mixing is not None),
     )
-    seconds = float((attention + other + gathered).max())
-    attention, other, gathered, mixing = (
-        np.repeat(of_groups, context)
-        for of_groups in (attention, other, gathered, in_mixing * tokens)
+
+
+def _tasks_of_groups(groups: Sequence[Sequence[int]], context: int, window: int | None) -> Tasks:
+    """Return [groups] the tasks of a rank of each group, whose documents its ranks share evenly.
+
+    Args:
+        groups, context: as in `on_ranks`.
+    """
+    parts = 2 * context if context > 1 else 1
+
+    def share(amount: Callable[[int], float]) -> FloatArray:
+        """Return [groups] a rank's share of an amount, which is given for a document's length."""
+        return np.array([sum(map(amount, documents)) for documents in groups]) / context
+
+    return Tasks(
+        share(float),
+        # Each of a document's equal parts reads the K/V rows up to its own end.
+        share(lambda length: length * (min(parts, length) + 1) / 2),
+        share(lambda length: float(pairs(0, length, window))),
+        np.ones(len(groups)),
+        share(lambda length: length * min(length / parts, DIAGONAL_ROWS)),
+        share(lambda length: min(parts, length)),
     )
-    most, runs = int(np.ceil(tokens.max())), int(costs.mixing is not None)
-    return StepTime(seconds, attention, other, gathered, mixing, int(moved), most, cut, runs)

@@ -2,6 +2,9 @@
 
 import argparse
 import json
+import shutil
+import sys
+import textwrap
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
@@ -52,6 +55,9 @@ optimizer, which are the same for all strategies. Where training would draw micr
 documents fit into whole ranks, all strategies get these. Memory is counted as hf-distca plan
 --model does, with the model's state divided as in FSDP2.
 """
+
+TABLE_WIDTH = 100
+"""Columns of a terminal that hold a table without broken lines."""
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -246,7 +252,7 @@ def _table(figures: Mapping[str, Any]) -> str:
             f"Padded batches of {padded['sequences']} sequences a rank. Rows: those that all ranks "
             "compute."
         )
-        of_padded = ["", title, *_aligned(padded["columns"])]
+        of_padded = ["", _wrapped(title), *_aligned(padded["columns"])]
         advice.append(padded["advice"])
     batches = f"{figures['documents']:,} documents, {figures['tokens']:,} tokens"
     first = (
@@ -254,16 +260,36 @@ def _table(figures: Mapping[str, Any]) -> str:
         f"{figures['profile']}"
     )
     simulated = f"simulated in {figures['simulated_in']:.1f} s"
-    return "\n".join([first, "", SECONDS, *lines, *of_padded, "", *advice, simulated])
+    wrapped_advice = map(_wrapped, advice)
+    return "\n".join(
+        [_wrapped(first), "", SECONDS, *lines, *of_padded, "", *wrapped_advice, simulated]
+    )
 
 
 def _aligned(rows: Sequence[Mapping[str, str]]) -> list[str]:
     """Return the lines of a table, its header first.
 
+    Columns that do not fit into `TABLE_WIDTH` follow below, beside the names of the rows.
+
     `rows` are the cells of each row by the title of the column.
     """
     cells = [list(rows[0]), *(list(row.values()) for row in rows)]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    return [
-        "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in cells
-    ]
+    names, *columns = map(list, zip(*cells, strict=True))
+    names_width = max(map(len, names))
+    lines: list[str] = []
+    block = [name.ljust(names_width) for name in names]
+    for column in columns:
+        width = max(map(len, column))
+        if len(block[0]) + 1 + width > TABLE_WIDTH:
+            lines += [*block, ""]
+            block = [name.ljust(names_width) for name in names]
+        block = [f"{line} {cell:>{width}}" for line, cell in zip(block, column, strict=True)]
+    return [*lines, *block]
+
+
+def _wrapped(sentence: str) -> str:
+    """Break a sentence at the width of the terminal; leave it whole where no terminal shows it."""
+    if not sys.stdout.isatty():
+        return sentence
+    columns = shutil.get_terminal_size().columns
+    return textwrap.fill(sentence, columns, break_on_hyphens=False, break_long_words=False)

@@ -1,6 +1,9 @@
 import html
 import json
+import os
 import re
+import shutil
+import sys
 from dataclasses import replace
 
 import pytest
@@ -9,6 +12,7 @@ from transformers import Qwen3NextConfig
 
 import hf_distca
 from hf_distca.cli.model import config_of_shape
+from hf_distca.cli.simulate import _aligned, _wrapped
 from hf_distca.models.checkpointing import CHECKPOINTING
 from hf_distca.models.fake import model_of_config
 from hf_distca.models.shape import model_shape
@@ -198,11 +202,31 @@ def test_a_hybrid(figures, run, tmp_path, without_memory):
     printed = run(*options)[1].splitlines()
     (head,) = (line for line in printed if "imbalance" in line)
     assert head.split()[:7] == ["step,", "s", "attention", "other", "waits", "idle", "mixing"]
-    (cells,) = (line.split() for line in printed if line.startswith("hf_distca, joint "))
+    # The last columns do not fit into 100, and stand in a second block of lines.
+    cells, _ = (line.split() for line in printed if line.startswith("hf_distca, joint "))
     assert cells[7] == f"{joint['mixing_mean_seconds']:.3f}"
     assert 0 < joint["mixing_mean_seconds"] < joint["mixing_seconds"]
     tiny_config("jamba").save_pretrained(tmp_path)
     assert "hf_distca, whole" in by_name(figures(*options, "--lengths", "lognormal:400,0.5"))
+
+
+def test_a_table_fits_a_terminal_of_100_columns():
+    titles = [f"title {number}" for number in range(13)]
+    row = {"": "context parallel, 16 × 2", **dict.fromkeys(titles, "1.0")}
+    lines = _aligned([row])
+    # Names take 24 columns, a title of one digit 8 with its gap, and one of two digits 9.
+    upper, lower = 24 + 9 * 8, 24 + 8 + 3 * 9
+    assert list(map(len, lines)) == [upper, upper, 0, lower, lower]
+    assert [line.split()[-1] for line in lines if line] == ["8", "1.0", "12", "1.0"]
+    assert lines[4].startswith("context parallel, 16 × 2 ")
+
+
+def test_long_sentences_are_wrapped_on_a_terminal_only(monkeypatch):
+    monkeypatch.setattr(shutil, "get_terminal_size", lambda: os.terminal_size((20, 30)))
+    sentence = "Ranks wait 30% of a step for exchanges."
+    assert _wrapped(sentence) == sentence
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    assert _wrapped(sentence) == "Ranks wait 30% of a\nstep for exchanges."
 
 
 def test_padded_batches_are_compared_in_table_and_report(run, figures, tmp_path, without_memory):

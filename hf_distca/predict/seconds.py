@@ -117,7 +117,7 @@ class KernelCost:
 
 
 def _subsets(count: int) -> Iterator[list[int]]:
-    """Yield all subsets but the empty one of the numbers from 0 to `count` - 1, small ones first."""
+    """Yield all subsets of the numbers below `count` but the empty one, small ones first."""
     for size in range(1, count + 1):
         for subset in combinations(range(count), size):
             yield list(subset)

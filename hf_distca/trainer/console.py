@@ -119,8 +119,8 @@ class ShortProgress(ProgressCallback):
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         """Print a log."""
-        of_transformers: Any = super()  # without types
-        of_transformers.on_log(args, state, control, logs=for_console(logs or {}), **kwargs)
+        base_callback: Any = super()  # without types
+        base_callback.on_log(args, state, control, logs=for_console(logs or {}), **kwargs)
 
 
 class ShortPrinter(PrinterCallback):
@@ -128,8 +128,8 @@ class ShortPrinter(PrinterCallback):
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         """Print a log."""
-        of_transformers: Any = super()  # without types
-        of_transformers.on_log(args, state, control, logs=for_console(logs or {}), **kwargs)
+        base_callback: Any = super()  # without types
+        base_callback.on_log(args, state, control, logs=for_console(logs or {}), **kwargs)
 
 
 SHORT: dict[type[TrainerCallback], type[TrainerCallback]] = {

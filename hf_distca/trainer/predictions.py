@@ -65,14 +65,14 @@ class TokenFigures:
 
 def entropies(log_probs_CV: Tensor) -> Tensor:
     """Return the entropy [C] of each row in nats, a block of rows at a time."""
-    rows = max(
-        1, BLOCK_VALUES.get(log_probs_CV.device.type, MOST_BLOCK_VALUES) // log_probs_CV.shape[1]
-    )
-    blocks = (block.float() for block in log_probs_CV.split(rows))
-    least = torch.finfo(torch.float32).min  # a probability of 0 adds 0, not 0 · -inf
-    return torch.cat(
-        [-torch.linalg.vecdot(block.exp(), block.clamp(min=least)) for block in blocks]
-    )
+    block_values = BLOCK_VALUES.get(log_probs_CV.device.type, MOST_BLOCK_VALUES)
+    block_rows = max(1, block_values // log_probs_CV.shape[1])
+    lowest = torch.finfo(torch.float32).min  # a probability of 0 adds 0, not 0 · -inf
+    entropy_of_blocks = []
+    for block in log_probs_CV.split(block_rows):
+        log_probs = block.float()
+        entropy_of_blocks.append(-torch.linalg.vecdot(log_probs.exp(), log_probs.clamp(min=lowest)))
+    return torch.cat(entropy_of_blocks)
 
 
 class Piece(NamedTuple):
@@ -101,41 +101,40 @@ class Predictions:
         documents: int,
         groups: Groups,
     ) -> None:
-        self._function, self._excerpts, self._documents, self._groups = (
-            function,
-            excerpts,
-            documents,
-            groups,
-        )
+        self._function = function
+        self._excerpts = excerpts
+        self._documents = documents
+        self._groups = groups
         self._pieces: list[Piece] = []
         self._compared = False  # whether results are known to depend on each row alone
         self._error: Exception | None = None
 
     def begin(self, plan: MicroBatchPlan, target_T: Tensor) -> None:
         """Note the rows of a micro-batch that this rank holds. A collective."""
-        held, at = list(plan.held_by(self._groups.rank)), 0
+        segments = list(plan.held_by(self._groups.rank))
         self._targets = target_T.cpu().numpy()
         self._seen = 0  # rows
-        self._results: list[
-            tuple[int, int, int, Any]
-        ] = []  # document of the micro-batch, start, row of the rank, ...
-        # The label of a segment's first row is the target of the row before, which another rank may
-        # hold.
-        ends: dict[tuple[int, int], int] = {}
-        for document, start, stop in held:
-            at += stop - start
-            ends[document, stop] = int(self._targets[at - 1])
-        before = ChainMap(*self._groups.all_gather(ends, of="labels"))
-        labels, at = np.full_like(self._targets, IGNORED_TARGET), 0
-        self._segments: list[
-            tuple[int, int, int, int]
-        ] = []  # document, start, first row of the rank and one past it
-        for document, start, stop in held:
-            end = at + stop - start
-            labels[at] = before.get((document, start), IGNORED_TARGET)
-            labels[at + 1 : end] = self._targets[at : end - 1]
-            self._segments.append((document, start, at, end))
-            at = end
+        # Document of the micro-batch, start, row of the rank, and the function's result.
+        self._results: list[tuple[int, int, int, Any]] = []
+        # 1. The label of a segment's first row is the target of the row before, which another rank
+        #    may hold. So ranks share the target of each segment's last row.
+        last_targets: dict[tuple[int, int], int] = {}
+        row = 0
+        for document, start, stop in segments:
+            row += stop - start
+            last_targets[document, stop] = int(self._targets[row - 1])
+        targets_before = ChainMap(*self._groups.all_gather(last_targets, of="labels"))
+        # 2. Other labels are targets of this rank, one row later.
+        labels = np.full_like(self._targets, IGNORED_TARGET)
+        # Document, start, first row of the rank and one past the last row.
+        self._segments: list[tuple[int, int, int, int]] = []
+        first_row = 0
+        for document, start, stop in segments:
+            end_row = first_row + stop - start
+            labels[first_row] = targets_before.get((document, start), IGNORED_TARGET)
+            labels[first_row + 1 : end_row] = self._targets[first_row : end_row - 1]
+            self._segments.append((document, start, first_row, end_row))
+            first_row = end_row
         self._label_T = torch.from_numpy(labels).to(target_T.device)
 
     def see(self, logits_CV: Tensor) -> None:
@@ -185,10 +184,10 @@ class Predictions:
             )
             for leaf, halves in zip(tree_leaves(result), parts, strict=True):
                 joined = torch.cat(halves, dim=1)
-                alike = torch.allclose(
+                is_same = torch.allclose(
                     leaf.float(), joined.float(), rtol=1e-2, atol=1e-3, equal_nan=True
                 )
-                if not alike:
+                if not is_same:
                     raise Run.NOT_BY_ROWS.error(function=FUNCTION)
         return result
 
@@ -203,12 +202,13 @@ class Predictions:
             )
         self._groups.raise_together(self._error)
         excerpts = next(self._excerpts)
-        for document, start, at, result in self._results:
+        for document, start, row, result in self._results:
             if document < len(excerpts):  # else a filler
-                index, begin, *_ = excerpts[document].tolist()
-                on_host: Any = nested_numpify(result)
-                targets = self._targets[at : at + tree_leaves(on_host)[0].shape[1]]
-                self._pieces.append(Piece(index, begin + start, targets, on_host))
+                index, excerpt_start, *_ = excerpts[document].tolist()
+                arrays: Any = nested_numpify(result)
+                rows = tree_leaves(arrays)[0].shape[1]
+                targets = self._targets[row : row + rows]
+                self._pieces.append(Piece(index, excerpt_start + start, targets, arrays))
 
     def joined(self) -> tuple[Any, NDArray[np.int64]]:
         """Return predictions and labels of all documents. A collective.
@@ -221,12 +221,12 @@ class Predictions:
         ]
         longest = max(piece.start + len(piece.targets) for piece in pieces)
 
-        def join(*of_pieces: NDArray[Any]) -> NDArray[Any]:
-            first = of_pieces[0]
+        def join(*values_of_pieces: NDArray[Any]) -> NDArray[Any]:
+            first = values_of_pieces[0]
             joined = np.full(
                 (self._documents, longest, *first.shape[2:]), IGNORED_TARGET, first.dtype
             )
-            for piece, values in zip(pieces, of_pieces, strict=True):
+            for piece, values in zip(pieces, values_of_pieces, strict=True):
                 joined[piece.document, piece.start : piece.start + values.shape[1]] = values[0]
             return joined
 
@@ -242,7 +242,8 @@ class EvaluatedRows:
     """Receives the logits of an evaluation's rows."""
 
     def __init__(self, predictions: Predictions | None = None) -> None:
-        self.figures, self.predictions = TokenFigures(), predictions
+        self.figures = TokenFigures()
+        self.predictions = predictions
         self.seen = 0  # rows of all micro-batches
 
     def see(self, logits_CV: Tensor, log_probs_CV: Tensor, target_C: Tensor) -> None:

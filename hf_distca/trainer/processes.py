@@ -34,18 +34,18 @@ class Signs:
     """Signs of life of one loader's processes: a `worker_init_fn`.
 
     Args:
-        then: the loader's own `worker_init_fn`.
+        loader_function: the loader's own `worker_init_fn`.
     """
 
-    def __init__(self, processes: int, then: Callable[[int], None] | None) -> None:
-        self._then = then
+    def __init__(self, processes: int, loader_function: Callable[[int], None] | None) -> None:
+        self._loader_function = loader_function
         self._pids = torch.zeros(processes, dtype=torch.int64).share_memory_()
 
     def __call__(self, worker_id: int) -> None:
         """Leave the sign of this process."""
         self._pids[worker_id] = os.getpid()
-        if self._then is not None:
-            self._then(worker_id)
+        if self._loader_function is not None:
+            self._loader_function(worker_id)
 
     def pids(self) -> set[int]:
         """Return the ids of the processes that left a sign."""
@@ -66,7 +66,9 @@ class ReadingProcesses:
     def __init__(
         self, count: int, rank: int, timeout_s: float, chosen_method: str | None = None
     ) -> None:
-        self._count, self.rank, self.method = count, rank, start_method(chosen_method)
+        self._count = count
+        self.rank = rank
+        self.method = start_method(chosen_method)
         self.batch_s = timeout_s / 2
         self.start_s = min(START_S, self.batch_s)
         self.reason = ""  # why processes were ended
@@ -130,10 +132,10 @@ class Reading:
     """Watch one pass over a loader; a process that leaves no sign of life is ended."""
 
     def __init__(self, processes: ReadingProcesses) -> None:
-        self._processes, self._before = processes, set(_children())
-        self._own: dict[int, BaseProcess] | None = (
-            None  # processes of this pass, once the first batch has come
-        )
+        self._processes = processes
+        self._earlier_children = set(_children())
+        # Processes of this pass, once the first batch has come.
+        self._children_of_pass: dict[int, BaseProcess] | None = None
         self._reads = self._expired = False
         self._timer = threading.Timer(processes.start_s, self._expire)
         self._timer.daemon = True
@@ -160,28 +162,37 @@ class Reading:
                 raise RuntimeError(ENDED)
             yield
         except (RuntimeError, OSError, EOFError) as error:
-            is_start = self._own is None and isinstance(error, OSError | EOFError)
+            is_start = self._children_of_pass is None and isinstance(error, OSError | EOFError)
             if not (self._processes.reason or is_start or str(error).startswith(ENDED)):
                 raise
             raise RuntimeError(self._processes.explanation(error)) from error
         finally:
             limit.cancel()
             self._reads = False
-        if self._own is None:
-            self._own = self._found()
-        if self._own.keys() <= self._processes.started():
+        if self._children_of_pass is None:
+            self._children_of_pass = self._new_children()
+        if self._children_of_pass.keys() <= self._processes.started():
             self._timer.cancel()
 
     def end(self) -> None:
         """Watch no longer."""
         self._timer.cancel()
 
-    def _found(self) -> dict[int, BaseProcess]:
+    def _new_children(self) -> dict[int, BaseProcess]:
         """Return the processes that started since this pass began.
 
         No other processes start while the first batch of the pass is read.
         """
-        return {pid: process for pid, process in _children().items() if pid not in self._before}
+        children = _children()
+        return {
+            pid: process for pid, process in children.items() if pid not in self._earlier_children
+        }
+
+    def _present_children(self) -> dict[int, BaseProcess]:
+        """Return the processes of this pass, as far as they are known."""
+        if self._children_of_pass is None:
+            return self._new_children()
+        return self._children_of_pass
 
     def _expire(self) -> None:
         """End silent processes while the rank waits for a batch.
@@ -193,10 +204,12 @@ class Reading:
             self._end_silent()
 
     def _end_silent(self) -> None:
-        own, started = self._found() if self._own is None else self._own, self._processes.started()
+        """End the processes of this pass that left no sign of life."""
+        children = self._present_children()
+        started = self._processes.started()
         silent = {
             pid: process
-            for pid, process in own.items()
+            for pid, process in children.items()
             if pid not in started and process.is_alive()
         }
         if silent:
@@ -213,16 +226,16 @@ class Reading:
 
         Also a stopped process, which would keep the rank from ending.
         """
-        own = self._found() if self._own is None else self._own
-        if not own:  # they started in an earlier pass
+        children = self._present_children()
+        if not children:  # they started in an earlier pass
             started = self._processes.started()
-            own = {pid: process for pid, process in _children().items() if pid in started}
+            children = {pid: process for pid, process in _children().items() if pid in started}
         self._processes.reason = (
-            f"rank {self._processes.rank} waits for a batch from {_named(own)}, but none has come "
+            f"rank {self._processes.rank} waits for a batch from {_named(children)}, but none has come "
             f"within {self._processes.batch_s:g} s, half of exchange_timeout; raise "
             "exchange_timeout if a batch takes so long"
         )
-        for process in own.values():
+        for process in children.values():
             process.kill()
 
 

@@ -23,7 +23,7 @@ from torch.autograd.function import once_differentiable
 
 from hf_distca.dispatch.bound import BoundNanoBatch, BoundPlan
 from hf_distca.dispatch.checkpoints import is_checkpointed, is_recomputation
-from hf_distca.dispatch.executor import CoreAttention, without_autocast
+from hf_distca.dispatch.executor import CoreAttention, ReceivedRows, without_autocast
 from hf_distca.dispatch.recorder import Work
 from hf_distca.kernels import AttentionParams, Need
 from hf_distca.plan import AttentionKind, Direction
@@ -188,16 +188,15 @@ class _Local(torch.autograd.Function):
     def forward(
         ctx: Any,
         run: Callable[..., tuple[Tensor, ...]],
-        known: tuple[Tensor, ...] | None,
+        first_results: tuple[Tensor, ...] | None,
         *qkv_sinks: Any,
     ) -> tuple[Tensor, ...]:
-        ctx.run, (*qkv, sinks_H) = run, qkv_sinks
-        return _save(
-            ctx,
-            qkv,
-            _with_sinks(run("forward", *qkv), sinks_H) if known is None else known,
-            sinks_H,
-        )
+        *qkv, sinks_H = qkv_sinks
+        ctx.run = run
+        results = first_results
+        if results is None:
+            results = _with_sinks(run("forward", *qkv), sinks_H)
+        return _save(ctx, qkv, results, sinks_H)
 
     @staticmethod
     @once_differentiable
@@ -208,26 +207,30 @@ class _Local(torch.autograd.Function):
 
 
 class _Send(torch.autograd.Function):
+    """Phases of the forward up to the first pause, and of the backward after the second pause."""
+
     @staticmethod
     def forward(
         ctx: Any, core: CoreAttention, q_THD: Tensor, k_TGD: Tensor, v_TGE: Tensor
     ) -> Tensor:
         ctx.core = core
-        if core.known is None:
+        if core.first_results is None:
             core.begin("forward", q_THD, k_TGD, v_TGE)
         return q_THD.new_empty(0)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, _token: Tensor) -> tuple[Tensor | None, ...]:
-        return None, *ctx.core.end().results.of("local")
+        return None, *ctx.core.end().results.at("local")
 
 
 class _Compute(torch.autograd.Function):
+    """Phases between the two pauses."""
+
     @staticmethod
     def forward(ctx: Any, core: CoreAttention, token: Tensor) -> Tensor:
         ctx.core = core
-        if core.known is None:
+        if core.first_results is None:
             core.running.go_on()
         return token.new_empty(0)
 
@@ -239,43 +242,42 @@ class _Compute(torch.autograd.Function):
 
 
 class _Receive(torch.autograd.Function):
+    """Phases of the forward after the second pause, and of the backward up to the first pause."""
+
     @staticmethod
     def forward(
         ctx: Any, core: CoreAttention, token: Tensor, *qkv_sinks: Any
     ) -> tuple[Tensor, ...]:
-        ctx.core, received, (*qkv, sinks_H) = core, {}, qkv_sinks
-        known, core.known = core.known, None  # autograd keeps them, or hooks that offload them
-        if known is None:
+        *qkv, sinks_H = qkv_sinks
+        ctx.core = core
+        results = core.first_results
+        core.first_results = None  # autograd keeps them, or hooks that offload them
+        received: ReceivedRows = {}
+        if results is None:
             ended = core.end()
-            known, received = _with_sinks(ended.results.of("local"), sinks_H), ended.kept()
+            results = _with_sinks(ended.results.at("local"), sinks_H)
+            received = ended.rows_for_backward()
         ctx.received = tuple(received)
-        return _save(ctx, qkv, known, sinks_H, *received.values())
+        return _save(ctx, qkv, results, sinks_H, *received.values())
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, do_THE: Tensor, _lse: Tensor | None) -> tuple[Tensor | None, ...]:
         saved = ctx.saved_tensors  # unpacked once, as checkpoints want it
-        inputs, sinks_H, received = (
-            saved[:5],
-            saved[5],
-            dict(zip(ctx.received, saved[6:], strict=True)),
-        )
+        inputs, sinks_H = saved[:5], saved[5]
+        received = dict(zip(ctx.received, saved[6:], strict=True))
         ctx.core.begin("backward", do_THE, *inputs, received=received)
-        return (
-            None,
-            do_THE.new_empty(0),
-            None,
-            None,
-            None,
-            _sink_gradient(ctx, do_THE, inputs[3], inputs[4], sinks_H),
-        )
+        d_sinks_H = _sink_gradient(ctx, do_THE, inputs[3], inputs[4], sinks_H)
+        token = do_THE.new_empty(0)
+        # The gradients of Q, K and V come from the node of `_Send`.
+        return None, token, None, None, None, d_sinks_H
 
 
 def _save(
-    ctx: Any, qkv: list[Tensor], results: tuple[Tensor, ...], *others: Tensor | None
+    ctx: Any, qkv: list[Tensor], results: tuple[Tensor, ...], *further: Tensor | None
 ) -> tuple[Tensor, ...]:
     """Save a node's inputs and results, O and LSE, for the backward; return the results."""
-    ctx.save_for_backward(*qkv, *results, *others)
+    ctx.save_for_backward(*qkv, *results, *further)
     ctx.mark_non_differentiable(results[1])
     ctx.set_materialize_grads(False)  # no zeros for the gradient of LSE, which is unused
     return results
@@ -290,8 +292,9 @@ def _with_sinks(results: tuple[Tensor, ...], sinks_H: Tensor | None) -> tuple[Te
     if sinks_H is None:
         return results
     o_THE, lse_TH = results
-    with_sink_TH = torch.logaddexp(lse_TH, sinks_H.to(lse_TH.dtype))
-    return (o_THE * (lse_TH - with_sink_TH).exp().unsqueeze(-1)).to(o_THE.dtype), with_sink_TH
+    lse_and_sink_TH = torch.logaddexp(lse_TH, sinks_H.to(lse_TH.dtype))
+    share_TH = (lse_TH - lse_and_sink_TH).exp()  # of all keys but the sink, in the softmax
+    return (o_THE * share_TH.unsqueeze(-1)).to(o_THE.dtype), lse_and_sink_TH
 
 
 def _sink_gradient(

@@ -25,6 +25,7 @@ class KeptResults:
     """
 
     def __init__(self) -> None:
+        # By key: hooks that pack and unpack, if any, and packed tensors; None if several were kept.
         self._kept: dict[Hashable, tuple[Hooks | None, list[Any]] | None] = {}
 
     def __len__(self) -> int:
@@ -43,54 +44,54 @@ class KeptResults:
         if key in self._kept:
             self._kept[key] = None
             return
-        hooks = next(
-            (hooks for hooks in _hooks() if not _of_checkpoint(hooks)), None
-        )  # outside of checkpoints
-        self._kept[key] = hooks, [x if hooks is None else hooks[0](x) for x in tensors]
+        hooks = next((hooks for hooks in _hooks() if not _belong_to_checkpoint(hooks)), None)
+        packed = list(tensors) if hooks is None else [hooks[0](tensor) for tensor in tensors]
+        self._kept[key] = hooks, packed
 
     def take(self, key: Hashable) -> tuple[Tensor, ...] | None:
         """Remove and return the tensors kept under a key; None if there are none."""
-        kept = self._kept.get(key)
-        if kept is None:
+        entry = self._kept.get(key)
+        if entry is None:
             return None
         del self._kept[key]
-        hooks, packed = kept
+        hooks, packed = entry
         return tuple(packed if hooks is None else map(hooks[1], packed))
 
 
 def is_recomputation() -> bool:
     """Return whether this forward is a checkpoint's recomputation.
 
-    No other forward runs inside a backward.
+    It is the only forward inside a backward.
     """
     return torch._C._current_graph_task_id() != -1
 
 
 def is_checkpointed(training: bool) -> bool:
-    """Return whether the backward will recompute this first forward of a module.
+    """Return whether this first forward of a module will be recomputed for the backward.
 
-    The module may be in training mode.
+    Args:
+        training: whether the module is in training mode.
     """
     # A reentrant checkpoint shows only as training without gradients.
-    return any(map(_of_checkpoint, _hooks())) or (training and not torch.is_grad_enabled())
+    return any(map(_belong_to_checkpoint, _hooks())) or (training and not torch.is_grad_enabled())
 
 
 def checkpoints_around() -> Checkpoints:
     """Return the checkpoints around this place in a forward, to compare with another place."""
-    return sum(map(_of_checkpoint, _hooks())), torch.is_grad_enabled()
+    return sum(map(_belong_to_checkpoint, _hooks())), torch.is_grad_enabled()
 
 
-def _of_checkpoint(hooks: Hooks) -> bool:
+def _belong_to_checkpoint(hooks: Hooks) -> bool:
     return hooks[0].__module__ == "torch.utils.checkpoint"
 
 
 def _hooks() -> list[Hooks]:
     """Return the saved-tensor hooks in force, innermost first."""
-    found: list[Hooks] = []
+    hooks: list[Hooks] = []
     # Autograd shows only the innermost hooks: remove hooks to see the next, then restore all.
-    while (top := torch._C._autograd._top_saved_tensors_default_hooks(True)) is not None:
-        found.append(top)
+    while (innermost := torch._C._autograd._top_saved_tensors_default_hooks(True)) is not None:
+        hooks.append(innermost)
         torch._C._autograd._pop_saved_tensors_default_hooks()
-    for pack, unpack in reversed(found):
+    for pack, unpack in reversed(hooks):
         torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)
-    return found
+    return hooks

@@ -1,6 +1,4 @@
-"""Execution of one core attention's schedule on one rank.
-
-The executor waits, calls kernels and sends, phase by phase.
+"""Execution of a core attention's schedule on one rank: waits, kernel calls and sends by phase.
 
 Inputs and outputs are plain tensors; `hf_distca.dispatch.attention` wraps them in autograd nodes.
 Columns have the names of the kernel contract: q, k, v, o, lse, do, dq, dk, dv.
@@ -23,7 +21,7 @@ from hf_distca.dispatch.recorder import NO_ROWS, NOT_MEASURED, Work
 from hf_distca.dispatch.rows import RowIndex, merge_rows, put, take
 from hf_distca.kernels import AttentionParams
 from hf_distca.plan import AttentionKind, Direction
-from hf_distca.plan.schedule import KeptRows, KernelCall, Location, Transfer
+from hf_distca.plan.schedule import KeptRows, KernelCall, Location, Phase, Transfer
 
 Columns = dict[str, Tensor]
 """Rows of one place, by column."""
@@ -54,10 +52,9 @@ class CoreAttention:
     kind: AttentionKind
     params: AttentionParams
     layer: int | None = None
-    kept: KeptRows = "nothing"  # received rows that the forward keeps for the backward
-    known: tuple[Tensor, ...] | None = (
-        None  # O and LSE of the first forward, for a recomputation that does nothing
-    )
+    kept_rows: KeptRows = "nothing"  # received rows that the forward keeps for the backward
+    # O and LSE of the first forward, for a recomputation that does nothing.
+    first_results: tuple[Tensor, ...] | None = None
     lost: frozenset[int] = frozenset()  # servers whose tasks the ranks compute, and no others
     running: "Pass" = field(init=False)  # the pass that has begun and not ended
 
@@ -79,7 +76,11 @@ class CoreAttention:
 class Pass:
     """One direction of a core attention, run phase by phase.
 
-    It has INPUTS of all local rows, and the rows that it kept.
+    Attributes:
+        local: INPUTS of the direction, of all local rows.
+        received: rows that have arrived, or that the forward kept for the backward.
+        results: O and LSE, or gradients, as far as they are computed.
+        phases: phases of the schedule that have not run yet.
     """
 
     def __init__(
@@ -89,70 +90,77 @@ class Pass:
         inputs: Iterable[Tensor],
         received: ReceivedRows,
     ) -> None:
-        self.core, self.runtime, nano = core, core.runtime, core.nano
-        self.routes = (
-            nano.repair(core.kind, core.lost, self.runtime.remote)
-            if core.lost
-            else nano.routes[core.kind]
-        )
+        self.core, self.runtime = core, core.runtime
+        nano, forward = core.nano, direction == "forward"
+        if core.lost:
+            self.routes = nano.repair(core.kind, core.lost, self.runtime.remote)
+        else:
+            self.routes = nano.routes[core.kind]
         self.local: Columns = dict(zip(INPUTS[direction], inputs, strict=True))
-        self.received, self.work = dict(received), Work(core.layer, nano.index, direction)
-        forward = direction == "forward"
-        self.results: _Outputs | _Gradients = (_Outputs if forward else _Gradients)(
-            self.routes, self.local
+        self.received = dict(received)
+        self.work = Work(core.layer, nano.index, direction)
+        make_results = _Outputs if forward else _Gradients
+        self.results: _Outputs | _Gradients = make_results(self.routes, self.local)
+        self.phases = deque(
+            self.routes.forward if forward else self.routes.backward[core.kept_rows]
         )
-        self.left = deque(self.routes.forward if forward else self.routes.backward[core.kept])
-        self._keeps = forward and core.kept != "nothing"
+        self._keeps_received = forward and core.kept_rows != "nothing"
         self._under_way: dict[Transfer, ExchangeBuffer] = {}
-        self._carriers = {
-            "servers": _OnServers(core, self.work, self.local, self.results)
-        }  # the pass carries others
+        self._servers = _OnServers(core, self.work, self.local, self.results)
 
     def go_on(self) -> None:
         """Run the phases up to the next pause, or to the end."""
-        recorder = self.runtime.recorder
         # Autocast belongs to the thread: restore it at each pause, for the other nano-batch.
         with without_autocast(self.runtime.device.type):
-            while self.left:
-                phase = self.left.popleft()
-                with recorder.span("phase", phase.name, self.work):
-                    for transfer in phase.wait:
-                        self._carriers.get(transfer.rows, self).finish(transfer)
-                    for call in phase.run:
-                        self._compute(call, self.routes.tasks[call.key])
-                    for transfer in phase.send:
-                        rows = (
-                            self.routes.rows_of(transfer) if recorder.measures("send") else NO_ROWS
-                        )
-                        with recorder.span("send", transfer.name, self.work, rows=rows):
-                            self._carriers.get(transfer.rows, self).start(transfer)
+            while self.phases:
+                phase = self.phases.popleft()
+                with self.runtime.recorder.span("phase", phase.name, self.work):
+                    self._run(phase)
                 if phase.pause:
                     break
-        done = not any(phase.run or phase.send for phase in self.left)
-        if done and self.work.direction == "backward" and not self.routes.servers:
+        only_waits = not any(phase.run or phase.send for phase in self.phases)
+        if only_waits and self.work.direction == "backward" and not self.routes.servers:
             self.local.clear()  # free the memory while the last rows travel
             self.received.clear()
 
-    def kept(self) -> ReceivedRows:
+    def rows_for_backward(self) -> ReceivedRows:
         """Return the received rows, O and LSE that the backward needs, after the forward."""
-        if self.core.kept != "results":
-            return self.received if self._keeps else {}
-        o_RHE, lse_RH = self.results.of("received")
+        if not self._keeps_received:
+            return {}
+        if self.core.kept_rows == "received":
+            return self.received
+        o_RHE, lse_RH = self.results.at("received")
         return {**self.received, ("o", 0): o_RHE, ("lse", 0): lse_RH}
 
-    def _compute(self, call: KernelCall, group: BoundTasks) -> None:
+    def _run(self, phase: Phase) -> None:
+        recorder = self.runtime.recorder
+        for transfer in phase.wait:
+            self._carrier(transfer).finish(transfer)
+        for call in phase.run:
+            self._compute(call, self.routes.tasks[call.key])
+        for transfer in phase.send:
+            rows = self.routes.rows_of(transfer) if recorder.measures("send") else NO_ROWS
+            with recorder.span("send", transfer.name, self.work, rows=rows):
+                self._carrier(transfer).start(transfer)
+
+    def _carrier(self, transfer: Transfer) -> "Pass | _OnServers":
+        """Return what starts and finishes a transfer: this pass between ranks."""
+        return self._servers if transfer.rows == "servers" else self
+
+    def _compute(self, call: KernelCall, tasks: BoundTasks) -> None:
         inputs = []
-        of_queries, of_keys = (call.queries, 0, group.q_rows), (call.keys, call.stage, group.k_rows)
         for name in INPUTS[self.work.direction]:
-            place, stage, index = of_keys if name in ("k", "v") else of_queries
-            inputs.append(
-                take(self.local[name] if place == "local" else self.received[name, stage], index)
-            )
+            if name in ("k", "v"):
+                location, stage, index = call.keys, call.stage, tasks.k_rows
+            else:
+                location, stage, index = call.queries, 0, tasks.q_rows
+            rows_N = self.local[name] if location == "local" else self.received[name, stage]
+            inputs.append(take(rows_N, index))
         params = self.core.params if call.causal else replace(self.core.params, causal=False)
         run: Callable[..., tuple[Tensor, ...]] = getattr(self.runtime.kernel, self.work.direction)
-        with self.runtime.recorder.span("kernel", call.name, self.work, group.pairs):
-            part = run(*inputs, group.shapes, params)
-        self.results.add(call, group, part)
+        with self.runtime.recorder.span("kernel", call.name, self.work, tasks.pairs):
+            part = run(*inputs, tasks.shapes, params)
+        self.results.add(call, tasks, part)
 
     def start(self, transfer: Transfer) -> None:
         """Start to send rows to other ranks."""
@@ -160,42 +168,47 @@ class Pass:
         # Rows that are in use at once have different slots.
         if transfer.rows == "queries":
             slot, route = ("queries", 0), routes.queries
-            moved = (
-                self.results.of("received")
+            columns = (
+                self.results.at("received")
                 if transfer.back
-                else [local[name] for name in transfer.columns]
+                else tuple(local[name] for name in transfer.columns)
             )
         else:
-            slot, route, moved = (
-                ("keys", routes.slots[stage]),
-                routes.keys[stage],
-                [local["k"], local["v"]],
-            )
+            slot, route = ("keys", routes.slots[stage]), routes.keys[stage]
+            columns = local["k"], local["v"]
         buffer = self.runtime.exchange.buffer(
-            (*slot, core.nano.index, bool(core.lost)), route, moved
+            (*slot, core.nano.index, bool(core.lost)), route, columns
         )
         self._under_way[transfer] = buffer
         match transfer.rows, transfer.back:
             case (("queries" | "keys"), False):
-                buffer.send(moved, route.rows)
-            case "queries", True:
-                buffer.return_received(moved)
+                buffer.send(columns, route.rows)
             case "forwarded", False:
                 assert route.forwarded is not None
                 buffer.forward(route.forwarded.rows)
-            case "keys", True if routes.forwards:  # a gateway adds what came for its copies
-                received = sum(route.received)
-                for column_R, forwarded_N in zip(buffer.received, buffer.forwarded, strict=True):
-                    routes.gateway_sums[stage].add_up([column_R[:received], forwarded_N])
+            case "queries", True:
+                buffer.return_received(columns)
+            case "keys", True if routes.forwards:
+                self._add_to_gateway_copies(buffer, stage)
                 buffer.return_received()
-            case _:  # write dK and dV to the memory from which they are sent back
-                assert isinstance(self.results, _Gradients)
-                for name, column_R in zip(transfer.columns, buffer.received, strict=True):
-                    self.results.add_up(name, stage, out=column_R)
-                if transfer.rows == "forwarded":
-                    buffer.return_forwarded()
-                else:
-                    buffer.return_received()
+            case "keys", True:
+                self._write_key_gradients(buffer, transfer)
+                buffer.return_received()
+            case "forwarded", True:
+                self._write_key_gradients(buffer, transfer)
+                buffer.return_forwarded()
+
+    def _add_to_gateway_copies(self, buffer: ExchangeBuffer, stage: int) -> None:
+        """Add dK and dV that came back from the ranks to which this gateway forwarded K and V."""
+        received = sum(self.routes.keys[stage].received)
+        for column_R, forwarded_N in zip(buffer.received, buffer.forwarded, strict=True):
+            self.routes.gateway_sums[stage].add_up([column_R[:received], forwarded_N])
+
+    def _write_key_gradients(self, buffer: ExchangeBuffer, transfer: Transfer) -> None:
+        """Write dK and dV to the memory from which they are sent back."""
+        assert isinstance(self.results, _Gradients)
+        for name, column_R in zip(transfer.columns, buffer.received, strict=True):
+            self.results.add_up(name, transfer.stage, out=column_R)
 
     def finish(self, transfer: Transfer) -> None:
         """Wait for a transfer and take the rows that have arrived."""
@@ -205,14 +218,15 @@ class Pass:
         match transfer.rows, transfer.back:
             case (("queries" | "keys"), True):
                 self.results.add_from_ranks(transfer.stage, columns)
-            case ("keys", False) | ("forwarded", True) if self.routes.forwards:
-                pass  # more rows come to the same memory, or go on from there
-            case _:
-                for (
-                    name,
-                    rows_R,
-                ) in columns.items():  # whose memory the exchange uses again before the backward
-                    self.received[name, transfer.stage] = rows_R.clone() if self._keeps else rows_R
+            case "keys", False if self.routes.forwards:
+                pass  # forwarded rows come to the same memory
+            case "forwarded", True:
+                pass  # the rows go on from this memory
+            case (("queries" | "keys" | "forwarded"), False):
+                # Rows that are kept are copied: the exchange uses its memory again.
+                for name, rows_R in columns.items():
+                    kept_R = rows_R.clone() if self._keeps_received else rows_R
+                    self.received[name, transfer.stage] = kept_R
 
 
 @dataclass(eq=False)
@@ -225,28 +239,25 @@ class _OnServers:
     results: "_Outputs | _Gradients"
 
     def start(self, transfer: Transfer) -> None:
-        core, remote, rows = (
-            self.core,
-            self.core.runtime.remote,
-            {name: self.local[name] for name in transfer.columns},
-        )
+        core, remote = self.core, self.core.runtime.remote
         assert remote is not None  # a plan with servers is bound with them
-        self.call = remote.start(
-            self.work, core.nano.routes[core.kind].servers, core.kind, core.params, rows
-        )
+        servers = core.nano.routes[core.kind].servers
+        rows = {name: self.local[name] for name in transfer.columns}
+        self.call = remote.start(self.work, servers, core.kind, core.params, rows)
 
     def finish(self, _transfer: Transfer) -> None:
-        core, repaired = self.core, None
+        core = self.core
+        repaired: tuple[Tensor, ...] | None = None
         with core.runtime.recorder.span("wait", "servers", self.work):
             answers, lost = self.call.collect()
         if lost:
             repair = CoreAttention(
                 core.runtime, core.nano, core.kind, core.params, core.layer, lost=lost
             )
-            again = Pass(repair, self.work.direction, self.local.values(), {})
-            while again.left:
-                again.go_on()
-            repaired = again.results.of("local")
+            repair_pass = Pass(repair, self.work.direction, self.local.values(), {})
+            while repair_pass.phases:
+                repair_pass.go_on()
+            repaired = repair_pass.results.at("local")
         self.results.add_from_servers(answers, repaired)
 
 
@@ -258,14 +269,15 @@ class _Outputs:
         self._wide = torch.promote_types(self._q_THD.dtype, torch.float32)
         self._so_far: dict[Location, tuple[Tensor, ...]] = {}
 
-    def add(self, call: KernelCall, group: BoundTasks, part: tuple[Tensor, ...]) -> None:
+    def add(self, call: KernelCall, tasks: BoundTasks, part: tuple[Tensor, ...]) -> None:
+        """Add the results of a kernel call."""
         if not call.first:
-            o_NHE, lse_NH = self._at(call.queries)
-            merge_rows(o_NHE, lse_NH, group.q_rows, *part)
-        elif group.q_rows == slice(0, self._routes.rows[call.queries]) and not self._routes.merges:
+            o_NHE, lse_NH = self._so_far_at(call.queries)
+            merge_rows(o_NHE, lse_NH, tasks.q_rows, *part)
+        elif self._routes.merges or tasks.q_rows != slice(0, self._routes.rows[call.queries]):
+            self._put(call.queries, tasks.q_rows, part)
+        else:  # all rows at once
             self._so_far[call.queries] = part
-        else:
-            self._put(call.queries, group.q_rows, part)
 
     def add_from_ranks(self, _stage: int, columns: Columns) -> None:
         self._put("local", self._routes.queries.rows, (columns["o"], columns["lse"]))
@@ -279,12 +291,12 @@ class _Outputs:
             elif repaired is not None:
                 self._put("local", asked.q_rows, [take(x_T, asked.q_rows) for x_T in repaired])
 
-    def of(self, place: Location) -> tuple[Tensor, ...]:
+    def at(self, place: Location) -> tuple[Tensor, ...]:
         """Return O and LSE of the queries at a place, in the dtypes in which the results travel."""
-        o_NHE, lse_NH = self._at(place)
+        o_NHE, lse_NH = self._so_far_at(place)
         return o_NHE.to(self._q_THD.dtype), lse_NH
 
-    def _at(self, place: Location) -> tuple[Tensor, ...]:
+    def _so_far_at(self, place: Location) -> tuple[Tensor, ...]:
         """Return O and LSE so far of the queries at a place.
 
         Rows without a result yet are undefined.
@@ -301,7 +313,7 @@ class _Outputs:
         return self._so_far[place]
 
     def _put(self, place: Location, index: RowIndex, part: Iterable[Tensor]) -> None:
-        for x_N, rows_Q in zip(self._at(place), part, strict=True):
+        for x_N, rows_Q in zip(self._so_far_at(place), part, strict=True):
             put(x_N, index, rows_Q)
 
 
@@ -322,7 +334,8 @@ class _Gradients:
         self._parts: dict[tuple[str, Location | int, Source], Tensor] = {}
         self._repaired: tuple[Tensor, ...] | None = None
 
-    def add(self, call: KernelCall, _group: BoundTasks, part: tuple[Tensor, ...]) -> None:
+    def add(self, call: KernelCall, _tasks: BoundTasks, part: tuple[Tensor, ...]) -> None:
+        """Add the gradients of a kernel call."""
         keys_at: Location | int = "local" if call.keys == "local" else call.stage
         for name, place, rows_N in zip(
             self._no_rows, (call.queries, keys_at, keys_at), part, strict=True
@@ -340,18 +353,22 @@ class _Gradients:
         for name in self._no_rows:
             parts = []
             for asked in self._routes.servers:
-                rows = asked.q_count if name == "dq" else asked.k_count
-                came = answers.get(asked.server)
-                parts.append(self._zeros(name, rows, self._dtype) if came is None else came[name])
+                answer = answers.get(asked.server)
+                if answer is None:  # the server was lost
+                    rows = asked.q_count if name == "dq" else asked.k_count
+                    parts.append(self._zeros(name, rows, self._dtype))
+                else:
+                    parts.append(answer[name])
             self._add(name, "local", ("servers", 0), torch.cat(parts))
 
-    def of(self, place: Location) -> tuple[Tensor, ...]:
+    def at(self, place: Location) -> tuple[Tensor, ...]:
         """Return dQ of received queries, or dQ, dK and dV of local rows."""
         if place == "received":
             return (self.add_up("dq", place).to(self._dtype),)
         gradients = [self.add_up(name, place) for name in self._no_rows]
-        for total_T, more_T in zip(gradients, self._repaired or (), strict=False):
-            total_T.add_(more_T)
+        if self._repaired is not None:
+            for total_T, repaired_T in zip(gradients, self._repaired, strict=True):
+                total_T.add_(repaired_T)
         return tuple(total_T.to(self._dtype) for total_T in gradients)
 
     def add_up(self, name: str, place: Location | int, out: Tensor | None = None) -> Tensor:
@@ -374,7 +391,7 @@ class _Gradients:
     def _take(self, name: str, place: Location | int, source: Source) -> Tensor:
         """Remove and return the rows of a source.
 
-        These are zeros for a total of nothing, and no rows for tasks that do not exist.
+        A total of nothing is zeros; tasks that do not exist have no rows.
         """
         if (name, place, source) in self._parts:
             return self._parts.pop((name, place, source))

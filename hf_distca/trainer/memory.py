@@ -35,12 +35,14 @@ def log_memory(
 
     Warn if it does not fit.
     """
-    settings, trainer, ranks = dispatcher.settings, cast(Any, args), dispatcher.groups.ranks
+    settings = dispatcher.settings
+    ranks = dispatcher.groups.ranks
+    trainer_args = cast(Any, args)  # the fields of transformers' arguments
     try:  # one document over all ranks exchanges the most
         strategy, shards = sharing_of(accelerator, model, ranks)
         mixed = (
-            trainer.bf16
-            or trainer.fp16
+            trainer_args.bf16
+            or trainer_args.fp16
             or settings.bytes_per_value < base_model(model).dtype.itemsize
         )
         training = Training(
@@ -49,14 +51,15 @@ def log_memory(
             checkpointing_of(args, accelerator),
             shards,
             # Transformers gives the model these kernels when training starts.
-            liger=(trainer.liger_kernel_config or {}) if trainer.use_liger_kernel else None,
-            accumulates=trainer.gradient_accumulation_steps > 1,
+            liger=(trainer_args.liger_kernel_config or {})
+            if trainer_args.use_liger_kernel
+            else None,
+            accumulates=trainer_args.gradient_accumulation_steps > 1,
         )
         plan = plan_micro_batch(longest_documents(settings), settings)
         counted = MemoryCounter(model, settings, args).count(plan, training, rank=ranks - 1)
-    except (
-        Exception
-    ) as error:  # a model may read values, which meta tensors do not have; it trains nevertheless
+    # A model may read values, which meta tensors do not have. It trains nevertheless.
+    except Exception as error:
         text = "cannot estimate the memory for training %s: %s (in %s)"
         logger.warning(text, type(model).__name__, error, raised_in(error))
         return

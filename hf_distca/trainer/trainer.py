@@ -15,19 +15,20 @@ from hf_distca.trainer.mixin import DistCAMixin
 from hf_distca.trainer.refusals import LOADED_ALREADY
 
 
-def with_tokens(given: Mapping[str, Any], model: Any) -> dict[str, Any]:
+def with_tokens(named: Mapping[str, Any], model: Any) -> dict[str, Any]:
     """Return a trainer's arguments with tokens for text.
 
     `processing_class` makes the tokens, or the tokenizer of a named model.
     """
-    args, given = given["args"], dict(given)
+    arguments = dict(named)
+    args = arguments["args"]
     field = getattr(args, "dataset_text_field", "text")
 
-    def tokenizer(name: str) -> Any:
+    def tokenizer_of(name: str) -> Any:
         """Return the tokenizer for the data set of this name; None if there is none."""
-        if given.get("processing_class") is None and isinstance(model, str):
+        if arguments.get("processing_class") is None and isinstance(model, str):
             try:
-                given["processing_class"] = AutoTokenizer.from_pretrained(model)
+                arguments["processing_class"] = AutoTokenizer.from_pretrained(model)
             except (OSError, ValueError) as error:
                 facts = {
                     "name": name,
@@ -36,42 +37,49 @@ def with_tokens(given: Mapping[str, Any], model: Any) -> dict[str, Any]:
                     "why": str(error).strip().partition("\n")[0],
                 }
                 raise Data.NO_SAVED_TOKENIZER.error(**facts) from error
-        found = getattr(given.get("processing_class"), "tokenizer", given.get("processing_class"))
-        if found is not None and (
-            isinstance(found, type) or not (callable(found) and hasattr(found, "eos_token_id"))
-        ):
-            raise Data.NOT_A_TOKENIZER.error(given=given_as(found), field=field)
-        return found
+        processor = arguments.get("processing_class")
+        tokenizer = getattr(processor, "tokenizer", processor)
+        if tokenizer is not None and not _is_tokenizer(tokenizer):
+            raise Data.NOT_A_TOKENIZER.error(given=given_as(tokenizer), field=field)
+        return tokenizer
 
     def tokenized(dataset: Any, name: str) -> Any:
+        """Return a data set, or each one of a dictionary, with `input_ids`."""
         if isinstance(dataset, dict):
-            return {key: tokenized(of_key, f"{name}[{key!r}]") for key, of_key in dataset.items()}
+            return {key: tokenized(part, f"{name}[{key!r}]") for key, part in dataset.items()}
         if dataset is None:
             return dataset
         if is_stream(dataset) and not isinstance(dataset, datasets.IterableDataset):
             # Reading the first document may consume it, so every document is looked at when it is
             # read.
-            return TextStream(dataset, name, field, tokenizer(name))
-        first = (
-            next(iter(dataset), None)
-            if is_stream(dataset)
-            else dataset[0]
-            if len(dataset)
-            else None
-        )
-        if first is None or (isinstance(first, Mapping) and "input_ids" in first):
+            return TextStream(dataset, name, field, tokenizer_of(name))
+        document = _first_document(dataset)
+        if document is None or (isinstance(document, Mapping) and "input_ids" in document):
             return dataset
-        document_text(first, f"document 0 of {name}", field)
-        if tokenizer(name) is None:
+        document_text(document, f"document 0 of {name}", field)
+        if tokenizer_of(name) is None:
             raise Data.NO_TOKENIZER.error(name=name, field=field)
         if is_stream(dataset):
-            return TextStream(dataset, name, field, tokenizer(name))
+            return TextStream(dataset, name, field, tokenizer_of(name))
         with args.main_process_first():
-            return tokenized_dataset(dataset, name, field, tokenizer(name))
+            return tokenized_dataset(dataset, name, field, tokenizer_of(name))
 
-    return given | {
-        name: tokenized(given.get(name), name) for name in ("train_dataset", "eval_dataset")
+    datasets_with_tokens = {
+        name: tokenized(arguments.get(name), name) for name in ("train_dataset", "eval_dataset")
     }
+    return arguments | datasets_with_tokens
+
+
+def _is_tokenizer(value: Any) -> bool:
+    """Return whether a value makes tokens: it is no class, can be called and ends a sequence."""
+    return not isinstance(value, type) and callable(value) and hasattr(value, "eos_token_id")
+
+
+def _first_document(dataset: Any) -> Any:
+    """Return the first document of a data set or stream; None if there is none."""
+    if is_stream(dataset):
+        return next(iter(dataset), None)
+    return dataset[0] if len(dataset) else None
 
 
 class DistCATrainer(DistCAMixin, Trainer):

@@ -42,62 +42,64 @@ def read_values(settings: Any) -> None:
                 raise UnitError(f"{field.name} {error}") from None
 
 
-def read_tokens(given: Any) -> int:
+def read_tokens(value: Any) -> int:
     """Return a number of tokens from 32768, "32768" or "32k"; k is 1,024 and M is 1,048,576."""
-    return _number(given, TOKENS, "a number of tokens, such as 32768 or '32k'")
+    return _number(value, TOKENS, "a number of tokens, such as 32768 or '32k'")
 
 
 A_NUMBER_OF_BYTES = "a number of bytes, such as 134217728 or '128MiB'"
 
 
-def _read_bytes(given: Any) -> int:
-    return _number(given, BYTES, A_NUMBER_OF_BYTES)
+def _read_bytes(value: Any) -> int:
+    return _number(value, BYTES, A_NUMBER_OF_BYTES)
 
 
-def _read_bytes_or_auto(given: Any) -> int | Literal["auto"]:
-    return AUTO if given == AUTO else _number(given, BYTES, f"{A_NUMBER_OF_BYTES}, or {AUTO!r}")
+def _read_bytes_or_auto(value: Any) -> int | Literal["auto"]:
+    return AUTO if value == AUTO else _number(value, BYTES, f"{A_NUMBER_OF_BYTES}, or {AUTO!r}")
 
 
-def _read_servers(given: Any) -> int | Literal["external"]:
-    return (
-        EXTERNAL
-        if given == EXTERNAL
-        else _number(given, {"": 1}, f"a number of processes or {EXTERNAL!r}")
-    )
+def _read_servers(value: Any) -> int | Literal["external"]:
+    if value == EXTERNAL:
+        return EXTERNAL
+    return _number(value, {"": 1}, f"a number of processes or {EXTERNAL!r}")
 
 
-def _read_tolerance(given: Any) -> float | Literal["auto"]:
-    if given == AUTO:
+def _read_tolerance(value: Any) -> float | Literal["auto"]:
+    if value == AUTO:
         return AUTO
     try:
-        tolerance = float(given)
+        tolerance = float(value)
     except (TypeError, ValueError):
         tolerance = -1.0
     if not 0 <= tolerance < inf:
-        raise UnitError(f"must be 0 or more (0.05 is 5 %), or {AUTO!r}, got {given!r}")
+        raise UnitError(f"must be 0 or more (0.05 is 5 %), or {AUTO!r}, got {value!r}")
     return tolerance
 
 
-def _read_switch(given: Any) -> bool | Literal["auto"]:
-    if given == AUTO:
+def _read_switch(value: Any) -> bool | Literal["auto"]:
+    if value == AUTO:
         return AUTO
-    if str(given).lower() not in SWITCHED:
-        raise UnitError(f"must be true, false or {AUTO!r}, got {given!r}")
-    return SWITCHED[str(given).lower()]
+    if str(value).lower() not in SWITCHED:
+        raise UnitError(f"must be true, false or {AUTO!r}, got {value!r}")
+    return SWITCHED[str(value).lower()]
 
 
-def _number(given: Any, suffixes: dict[str, int], expected: str) -> int:
-    if isinstance(given, int) and not isinstance(given, bool):
-        return int(given)
-    found = (
-        re.fullmatch(r"\s*(-?\d[\d_]*(?:\.\d+)?)\s*([a-zA-Z]*)\s*", given)
-        if isinstance(given, str)
-        else None
-    )
-    factor = suffixes.get(found[2].lower()) if found else None
-    number = Decimal(found[1]) * factor if found and factor else None
+NUMBER_AND_SUFFIX = re.compile(r"\s*(-?\d[\d_]*(?:\.\d+)?)\s*([a-zA-Z]*)\s*")
+
+
+def _number(value: Any, suffixes: dict[str, int], expected: str) -> int:
+    """Return an integer, or the product of a number in a text and its suffix.
+
+    Raises:
+        UnitError: the value is neither, or the product is no integer; says what is expected.
+    """
+    if isinstance(value, int) and not isinstance(value, bool):
+        return int(value)
+    parts = NUMBER_AND_SUFFIX.fullmatch(value) if isinstance(value, str) else None
+    factor = suffixes.get(parts[2].lower()) if parts else None
+    number = Decimal(parts[1]) * factor if parts and factor else None
     if number is None or number % 1:
-        raise UnitError(f"must be {expected}, got {given!r}")
+        raise UnitError(f"must be {expected}, got {value!r}")
     return int(number)
 
 

@@ -50,10 +50,12 @@ def _launchers() -> list[type[Any]]:
         return []
     from triton.runtime import KernelInterface  # Triton's own subclasses come with it
 
-    found: list[type[Any]] = [KernelInterface]
-    for launcher in found:
-        found += [each for each in launcher.__subclasses__() if each not in found]
-    return [launcher for launcher in found if "run" in vars(launcher)]
+    launchers: list[type[Any]] = [KernelInterface]
+    for launcher in launchers:  # grows meanwhile, by subclasses of subclasses
+        launchers += [
+            subclass for subclass in launcher.__subclasses__() if subclass not in launchers
+        ]
+    return [launcher for launcher in launchers if "run" in vars(launcher)]
 
 
 def _skipped_in(thread: int, run: Callable[..., Any]) -> Callable[..., Any]:
@@ -80,11 +82,8 @@ def with_liger(model: nn.Module, config: Mapping[str, Any] | None) -> Iterator[N
         yield
         return
     classes = type(base_model(model)).__mro__
-    files = [
-        sys.modules[name]
-        for name in dict.fromkeys(cls.__module__ for cls in classes)
-        if "transformers" in name
-    ]
+    module_names = dict.fromkeys(cls.__module__ for cls in classes)
+    files = [sys.modules[name] for name in module_names if "transformers" in name]
     with ExitStack() as changes:
         for file in files:
             changes.enter_context(patch.dict(vars(file)))

@@ -173,10 +173,12 @@ def _check_same_settings(config: DistCAConfig) -> None:
 
     A collective of the world.
     """
-    names = [each.name for each in fields(DistCAConfig) if each.name not in OF_ONE_RANK]
-    mine = {name: getattr(config, name) for name in names}
-    if found := first_difference(gather_in_world(mine, config.exchange_timeout)):
-        raise Run.DIFFERENT_ARGUMENTS.error(name=found[0], by_rank=found[1])
+    names = [field.name for field in fields(DistCAConfig) if field.name not in OF_ONE_RANK]
+    settings = {name: getattr(config, name) for name in names}
+    difference = first_difference(gather_in_world(settings, config.exchange_timeout))
+    if difference:
+        name, values_by_rank = difference
+        raise Run.DIFFERENT_ARGUMENTS.error(name=name, by_rank=values_by_rank)
 
 
 def smallest_memory(groups: Groups, device: torch.device) -> int | None:

@@ -231,8 +231,8 @@ class Reading:
             started = self._processes.started()
             children = {pid: process for pid, process in _children().items() if pid in started}
         self._processes.reason = (
-            f"rank {self._processes.rank} waits for a batch from {_named(children)}, but none has come "
-            f"within {self._processes.batch_s:g} s, half of exchange_timeout; raise "
+            f"rank {self._processes.rank} waits for a batch from {_named(children)}, but none has "
+            f"come within {self._processes.batch_s:g} s, half of exchange_timeout; raise "
             "exchange_timeout if a batch takes so long"
         )
         for process in children.values():

@@ -6,6 +6,9 @@ both take seconds.
 
 import argparse
 import os
+import shutil
+import sys
+import textwrap
 from collections.abc import Callable
 from dataclasses import fields
 from math import nan
@@ -245,3 +248,11 @@ def write(path: str, content: str) -> None:
         Path(path).write_text(content, encoding="utf-8")
     except OSError as error:
         raise InputError(f"cannot write {path}: {error.strerror}; name another file") from error
+
+
+def wrapped(sentence: str) -> str:
+    """Break a sentence at the width of the terminal; leave it whole where no terminal shows it."""
+    if not sys.stdout.isatty():
+        return sentence
+    columns = shutil.get_terminal_size().columns
+    return textwrap.fill(sentence, columns, break_on_hyphens=False, break_long_words=False)

@@ -23,6 +23,7 @@ from hf_distca.cli.options import (
     nodes_of_ranks,
     plan_settings_of,
     positive,
+    wrapped,
     write,
 )
 from hf_distca.cli.sources import SOURCES, documents_of, one_micro_batch
@@ -124,7 +125,7 @@ def run(options: argparse.Namespace) -> None:
     try:
         config = config_of(options)
         nodes_of_ranks(config, options.ranks)
-        lengths = one_micro_batch(options, options.ranks * options.tokens_per_rank)
+        lengths, cut_advice = one_micro_batch(options, options.ranks * options.tokens_per_rank)
         _check_fit(lengths, config, options)
         model, settings = _model_and_settings(config, options)
         began = time.perf_counter()
@@ -133,7 +134,8 @@ def run(options: argparse.Namespace) -> None:
     except ValueError as error:
         raise InputError(str(error)) from error
     figures = _figures(documents_of(lengths), plan, settings, options) | {
-        "plan_ms": round(plan_ms, 3)
+        "plan_ms": round(plan_ms, 3),
+        "advice": [] if cut_advice is None else [cut_advice],
     }
     memory: dict[str, list[str]] = {}
     if model is not None:
@@ -159,6 +161,8 @@ def run(options: argparse.Namespace) -> None:
         print(json.dumps(figures))
         return
     print(_table(plan, figures, settings, options))
+    if cut_advice is not None:
+        print("", wrapped(cut_advice), sep="\n")
     if memory:
         from hf_distca.cli.model import memory_table
 

@@ -2,9 +2,6 @@
 
 import argparse
 import json
-import shutil
-import sys
-import textwrap
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
@@ -25,6 +22,7 @@ from hf_distca.cli.options import (
     positive,
     sequences,
     servers,
+    wrapped,
     write,
 )
 from hf_distca.cli.sources import SOURCES, drawn_micro_batches, drawn_padded_batches
@@ -116,7 +114,7 @@ def run(options: argparse.Namespace) -> None:
         shape, layout = MODELS.get(options.model), "joint"
         if shape is not None:
             _check_heads(shape, options.tensor_parallel)
-        drawn = drawn_micro_batches(options, options.ranks * options.tokens_per_rank, cut=False)
+        drawn = drawn_micro_batches(options, options.ranks * options.tokens_per_rank)
         if shape is None:
             shape, layout = _shape_and_layout(options.model, config)
             _check_heads(shape, options.tensor_parallel)
@@ -252,7 +250,7 @@ def _table(figures: Mapping[str, Any]) -> str:
             f"Padded batches of {padded['sequences']} sequences a rank. Rows: those that all ranks "
             "compute."
         )
-        of_padded = ["", _wrapped(title), *_aligned(padded["columns"])]
+        of_padded = ["", wrapped(title), *_aligned(padded["columns"])]
         advice.append(padded["advice"])
     batches = f"{figures['documents']:,} documents, {figures['tokens']:,} tokens"
     first = (
@@ -260,9 +258,9 @@ def _table(figures: Mapping[str, Any]) -> str:
         f"{figures['profile']}"
     )
     simulated = f"simulated in {figures['simulated_in']:.1f} s"
-    wrapped_advice = map(_wrapped, advice)
+    wrapped_advice = map(wrapped, advice)
     return "\n".join(
-        [_wrapped(first), "", SECONDS, *lines, *of_padded, "", *wrapped_advice, simulated]
+        [wrapped(first), "", SECONDS, *lines, *of_padded, "", *wrapped_advice, simulated]
     )
 
 
@@ -285,11 +283,3 @@ def _aligned(rows: Sequence[Mapping[str, str]]) -> list[str]:
             block = [name.ljust(names_width) for name in names]
         block = [f"{line} {cell:>{width}}" for line, cell in zip(block, column, strict=True)]
     return [*lines, *block]
-
-
-def _wrapped(sentence: str) -> str:
-    """Break a sentence at the width of the terminal; leave it whole where no terminal shows it."""
-    if not sys.stdout.isatty():
-        return sentence
-    columns = shutil.get_terminal_size().columns
-    return textwrap.fill(sentence, columns, break_on_hyphens=False, break_long_words=False)

@@ -12,6 +12,7 @@ from hf_distca.cli import InputError
 from hf_distca.collator.formats import TABLES
 from hf_distca.plan.cost import as_lengths
 from hf_distca.sim.lengths import Draw, IntArray, corpora, lognormal, micro_batches, of_documents
+from hf_distca.sim.simulate import too_long_advice
 
 LONG_AND_SHORT = "one-long"
 LOGNORMAL = "lognormal:MEDIAN,SIGMA"
@@ -35,31 +36,33 @@ LENGTHS, TEXTS = ("length", "input_ids"), ("text", "messages")
 of."""
 
 
-def one_micro_batch(options: argparse.Namespace, tokens: int) -> list[int] | list[list[int]]:
-    """Return the document lengths of one micro-batch.
+def one_micro_batch(
+    options: argparse.Namespace, tokens: int
+) -> tuple[list[int] | list[list[int]], str | None]:
+    """Return the document lengths of one micro-batch, and a sentence on documents that are cut.
 
     A file gives all its lengths, in a list per rank if it has rows. Any other source gives at most
-    `tokens` tokens of documents.
+    `tokens` tokens of documents. The sentence is None where no document is longer than `tokens`.
 
     Raises:
         InputError: there is no such source, or it holds no lengths.
     """
     lengths = _of_file(options)
     if lengths is not None:
-        return lengths
-    drawn: list[int] = next(drawn_micro_batches(options, tokens)).tolist()
-    return drawn
+        return lengths, None
+    uncut = next(drawn_micro_batches(options, tokens))
+    drawn: list[int] = np.minimum(uncut, tokens).tolist()
+    return drawn, too_long_advice(uncut, tokens) if uncut.max() > tokens else None
 
 
-def drawn_micro_batches(
-    options: argparse.Namespace, tokens: int, *, cut: bool = True
-) -> Iterator[IntArray]:
+def drawn_micro_batches(options: argparse.Namespace, tokens: int) -> Iterator[IntArray]:
     """Yield [documents] lengths of micro-batches without end, drawn from the source.
 
-    Documents are drawn as `micro_batches` draws them.
+    Documents are drawn as `micro_batches` draws them. A document that is longer than `tokens`
+    comes alone, with its own length.
     """
     first = np.array([tokens // 2]) if options.lengths == LONG_AND_SHORT else None
-    return micro_batches(_draw_of(options), tokens, options.seed, first, cut=cut)
+    return micro_batches(_draw_of(options), tokens, options.seed, first, cut=False)
 
 
 def drawn_padded_batches(

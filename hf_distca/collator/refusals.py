@@ -112,7 +112,7 @@ class Data:
     NO_TARGETS = Refusal(
         "none of the {documents} documents of {name} has a target",
         "a training would have the loss 0 and change no weight: every label is -100 or cut off "
-        "(the longest excerpt has {longest} tokens), or documents have a single token",
+        "(tokens of the longest excerpt: {longest}), or documents have a single token",
         "check the column 'labels', and whether 'truncate' in long_documents cuts the answers off",
         condition="a data set without any target: labels of -100 alone, or documents of one token",
     )

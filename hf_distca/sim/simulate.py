@@ -262,12 +262,12 @@ def simulate(
         advice=(
             *advice(tuple(figures.values()), plain, planned, setup.tokens_per_rank),
             *([DRAWN_FOR_RANKS] if fitted else []),
-            *([_too_long(uncut, capacity)] if too_long else []),
+            *([too_long_advice(uncut, capacity)] if too_long else []),
         ),
     )
 
 
-def _too_long(lengths: IntArray, capacity: int) -> str:
+def too_long_advice(lengths: IntArray, capacity: int) -> str:
     """Return the advice on documents that are longer than all ranks hold."""
     count = int((lengths > capacity).sum())
     of_lengths = {"documents": len(lengths), "longest": int(lengths.max()), "tokens": capacity}

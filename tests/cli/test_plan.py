@@ -514,6 +514,18 @@ def test_micro_batches_are_drawn(dumped, figures, tmp_path, without_memory):
     assert figures("simulate", *of_file)["documents"] > 10  # more than the file has
 
 
+def test_drawn_documents_that_are_cut_are_named(run):
+    options = ("plan", "--ranks", "2", "--tokens-per-rank", "512", "--lengths")
+    status, printed, _ = run(*options, "lognormal:5000,0.01")
+    assert status == 0
+    sentence = (
+        "1 of 1 documents is longer than the 1,024 tokens that all ranks hold; the longest has "
+    )
+    assert sentence in printed
+    assert "Here they are cut to 1,024." in printed
+    assert "are cut to" not in run(*options, "lognormal:100,0.1")[1]
+
+
 @pytest.mark.parametrize("source", ["prolong", "one-long", "lognormal:300,1"])
 def test_drawn_lengths_follow_the_seed(dumped, source):
     setting = ["--lengths", source, "--ranks", "4", "--tokens-per-rank", "2k", "--seed"]

@@ -12,7 +12,8 @@ from transformers import Qwen3NextConfig
 
 import hf_distca
 from hf_distca.cli.model import config_of_shape
-from hf_distca.cli.simulate import _aligned, _wrapped
+from hf_distca.cli.options import wrapped
+from hf_distca.cli.simulate import _aligned
 from hf_distca.models.checkpointing import CHECKPOINTING
 from hf_distca.models.fake import model_of_config
 from hf_distca.models.shape import model_shape
@@ -224,9 +225,9 @@ def test_a_table_fits_a_terminal_of_100_columns():
 def test_long_sentences_are_wrapped_on_a_terminal_only(monkeypatch):
     monkeypatch.setattr(shutil, "get_terminal_size", lambda: os.terminal_size((20, 30)))
     sentence = "Ranks wait 30% of a step for exchanges."
-    assert _wrapped(sentence) == sentence
+    assert wrapped(sentence) == sentence
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
-    assert _wrapped(sentence) == "Ranks wait 30% of a\nstep for exchanges."
+    assert wrapped(sentence) == "Ranks wait 30% of a\nstep for exchanges."
 
 
 def test_padded_batches_are_compared_in_table_and_report(run, figures, tmp_path, without_memory):

@@ -2,9 +2,9 @@
 
 A mixing module calls them in place of transformers' functions.
 
-Each takes the rows of all segments that a rank holds, and keeps documents apart. Transformers' own
-functions compute: they may be kernels. What a segment lacks, since its document was cut, comes from
-the ranks with its other segments, see `hf_distca.dispatch.cuts`.
+Each function takes the rows of all segments that a rank holds, and keeps documents apart.
+Transformers' own functions compute: they may be kernels. What a segment lacks, since its document
+was cut, comes from the ranks with its other segments, see `hf_distca.dispatch.cuts`.
 
 A convolution runs on rows with room before each segment: there are the rows before the segment, or
 zeros.
@@ -20,12 +20,11 @@ Shape suffixes: T rows, C channels, H heads, G groups of heads, K rows and V col
 
 import inspect
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from functools import partial
-from itertools import groupby
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -94,13 +93,11 @@ def planned_functions(stock: dict[str, Any]) -> dict[str, Function]:
 
     def replaced(name: str, *args: Any, **kwargs: Any) -> Any:
         call = _call.get()
-        result = planned[name](
-            call.plan.runtime.functions.get(name, stock[name]), call, *args, **kwargs
-        )
+        function = call.plan.runtime.functions.get(name, stock[name])
+        result = planned[name](function, call, *args, **kwargs)
         if result is not None:
-            call.mixed += (
-                [mixing.CONVOLUTION, mixing.SCAN] if name == mixing.CONVOLUTION_AND_SCAN else [name]
-            )
+            is_both = name == mixing.CONVOLUTION_AND_SCAN
+            call.mixed += [mixing.CONVOLUTION, mixing.SCAN] if is_both else [name]
         return result
 
     return {name: partial(replaced, name) for name in planned if name in stock}
@@ -111,19 +108,18 @@ def _takes_packed(stock: Function, argument: str) -> bool:
     if hasattr(stock, "packed_by"):  # a stand-in
         return bool(stock.packed_by == argument)
     try:  # transformers wraps its functions, and drops arguments that the kernel does not know
-        found = inspect.getclosurevars(stock).nonlocals
+        variables = inspect.getclosurevars(stock).nonlocals
     except TypeError:  # a kernel of the Hub
         return False
-    return bool(found.get("is_new_implementation")) and argument in found.get(
-        "applicable_params", ()
-    )
+    is_kernel = bool(variables.get("is_new_implementation"))
+    return is_kernel and argument in variables.get("applicable_params", ())
 
 
 def _convolution(
     stock: Function, call: MixingCall, x_1CT: Tensor, weight: Tensor, *args: Any, **kwargs: Any
 ) -> Tensor:
     """Compute a causal convolution over each document."""
-    width = weight.shape[-1] - 1
+    width = weight.shape[-1] - 1  # rows before a row that the convolution reads
     x_TC = x_1CT.transpose(1, 2)
     parts = []
     for nano, x_1TC in zip(call.plan.nano_batches, call.of_nano_batches(x_TC), strict=True):
@@ -133,27 +129,31 @@ def _convolution(
     call.pause()
     results = []
     for exchange, rows_TC, token in parts:
-        x_XC = exchange.receive(token, rows_TC)
-        out_1CX = (
-            stock(x_XC.T.unsqueeze(0), weight, *args, **kwargs)
-            if len(x_XC)
-            else x_XC.T.unsqueeze(0)
-        )
+        x_1CX = exchange.receive(token, rows_TC).T.unsqueeze(0)
+        has_rows = x_1CX.shape[2] > 0
+        out_1CX = stock(x_1CX, weight, *args, **kwargs) if has_rows else x_1CX
         results.append(out_1CX.squeeze(0).T.index_select(0, exchange.bound.places_T))
     return torch.cat(results).T.unsqueeze(0)
 
 
 Read = Callable[[Tensor], Tensor]
 """Function that turns the state before a segment into r·S in float32, [T, H, V]."""
-Result = tuple[Tensor, Read | None, Transition]
-"""Rows [1, T, H, V] of whole documents; or of a segment, with what the segment does to states."""
+
+
+class Result(NamedTuple):
+    """Results of whole documents, or of a segment from a state of zeros."""
+
+    rows: Tensor  # [1, T, H, V]
+    read: Read | None  # what the state before a segment adds to its rows
+    transition: Transition  # what a segment does to states
 
 
 Run = Callable[[Sequence[Tensor], Packing | None, bool, bool], Result]
-"""Function that computes whole documents, or a segment from a state of zeros.
+"""Function that computes whole documents, or one segment of a cut document from a state of zeros.
 
-r and A are needed if the segment is continued, with earlier segments; A and B if it continues, with
-later segments.
+Its arguments are the rows of each tensor that the recurrence reads, how packed documents are told
+apart, whether the document has earlier segments, and whether it has later ones. With earlier
+segments it computes r; with later segments B; with both A too.
 """
 
 
@@ -178,36 +178,35 @@ def _delta_rule(
     heads, columns, state_rows = *value.shape[2:], key.shape[3]
 
     def run(
-        rows: Sequence[Tensor], packing: Packing | None, continued: bool, continues: bool
+        rows: Sequence[Tensor], packing: Packing | None, has_earlier: bool, has_later: bool
     ) -> Result:
         query, key, value, g, beta = rows
-        given = {
+        arguments = {
             **options,
             "g": g,
             "beta": beta,
             "initial_state": None,
-            "output_final_state": continues,
+            "output_final_state": has_later,
         }
         if packing is not None:
-            given["cu_seqlens"] = packing.cu_seqlens
-        if (
-            continued
-        ):  # further columns of zero values, from a state of ones on the diagonal, become r and A
+            arguments["cu_seqlens"] = packing.cu_seqlens
+        if has_earlier:
+            # Further columns of zero values, from a state of ones on the diagonal, become r and A.
             value = functional.pad(value, (0, state_rows))
             state = functional.pad(torch.eye(state_rows, device=value.device), (columns, 0))
-            given["initial_state"] = state.expand(1, heads, -1, -1).contiguous()
-        out, final = stock(query, key, value, **given)
+            arguments["initial_state"] = state.expand(1, heads, -1, -1).contiguous()
+        out, final = stock(query, key, value, **arguments)
         factor = offset = None
-        if continues:
+        if has_later:
             offset, factor = final[0].float().split([columns, final.shape[3] - columns], 2)
-        if not continued:
-            return out, None, (None, offset)
+        if not has_earlier:
+            return Result(out, None, (None, offset))
         out, r_1THK = out.split([columns, state_rows], 3)
-        return (
-            out,
-            lambda state: torch.einsum("thk,hkv->thv", r_1THK[0].float(), state),
-            (factor, offset),
-        )
+
+        def read(state: Tensor) -> Tensor:
+            return torch.einsum("thk,hkv->thv", r_1THK[0].float(), state)
+
+        return Result(out, read, (factor, offset))
 
     shapes = (heads, state_rows, state_rows), (heads, state_rows, columns)
     return _recur(
@@ -238,17 +237,17 @@ def _scan(
     options |= {"dt_bias": dt_bias, "dt_softplus": dt_softplus, "dt_limit": dt_limit}
 
     def run(
-        rows: Sequence[Tensor], packing: Packing | None, continued: bool, continues: bool
+        rows: Sequence[Tensor], packing: Packing | None, has_earlier: bool, has_later: bool
     ) -> Result:
         hidden, dt, B, C = rows
-        given = options if packing is None else {**options, "seq_idx": packing.seq_idx}
-        out = stock(hidden, dt, A, B, C, return_final_states=continues, **given)
+        arguments = options if packing is None else {**options, "seq_idx": packing.seq_idx}
+        out = stock(hidden, dt, A, B, C, return_final_states=has_later, **arguments)
         offset = None
-        if continues:
+        if has_later:
             out, final = out
             offset = final[0].float()
-        if not continued:
-            return out, None, (None, offset)
+        if not has_earlier:
+            return Result(out, None, (None, offset))
         # By how much a state has decayed since the segment began, at each row.
         dt_TH = dt[0].float() if dt_bias is None else dt[0].float() + dt_bias.float()
         dt_TH = functional.softplus(dt_TH) if dt_softplus else dt_TH
@@ -256,11 +255,11 @@ def _scan(
         C_TGN = C[0]
 
         def read(state: Tensor) -> Tensor:
-            of_groups = state.unflatten(0, (C_TGN.shape[1], -1))
-            read_TGHV = torch.einsum("tgn,ghvn->tghv", C_TGN.float(), of_groups)
+            grouped_state = state.unflatten(0, (C_TGN.shape[1], -1))
+            read_TGHV = torch.einsum("tgn,ghvn->tghv", C_TGN.float(), grouped_state)
             return read_TGHV.flatten(1, 2) * decays_TH.unsqueeze(-1)
 
-        return out, read, (decays_TH[-1] if continues else None, offset)
+        return Result(out, read, (decays_TH[-1] if has_later else None, offset))
 
     heads, columns = hidden_states.shape[2:]
     shapes = (heads,), (heads, columns, B.shape[3])
@@ -274,36 +273,36 @@ def lightning_attention(
 ) -> tuple[Tensor, None]:
     """Run a module of lightning attention over each document.
 
-    The rows have no padding that a mask would name.
-
-    The decay is one constant a head. Transformers has the recurrence inside the module's forward.
+    The decay is one constant a head. The rows have no padding, so that no mask is needed.
+    Transformers has the recurrence inside the module's forward.
     Here that forward runs on the projected rows, with identities for all modules around the
     recurrence.
     """
     call, stock = _call.get(), stock_forward(module)
     heads, size = module.num_attention_heads, module.head_dim
-    same = nn.Identity()
+    identity = nn.Identity()
     inner = SimpleNamespace(**vars(module), **dict(module.named_buffers(recurse=False)))
-    inner.act_fn = inner.qkv_proj = inner.norm = inner.out_proj = same
+    inner.act_fn = inner.qkv_proj = inner.norm = inner.out_proj = identity
     inner.output_gate = lambda rows: rows.new_full((), math.inf)  # its sigmoid is 1
 
     def run(
-        rows: Sequence[Tensor], packing: Packing | None, continued: bool, continues: bool
+        rows: Sequence[Tensor], packing: Packing | None, has_earlier: bool, has_later: bool
     ) -> Result:
         (qkv,) = rows
         out, final = stock(inner, qkv, None, None)
-        out, offset = out.unflatten(2, (heads, size)), final[0].float() if continues else None
-        if not continued:
-            return out, None, (None, offset)
+        out = out.unflatten(2, (heads, size))
+        offset = final[0].float() if has_later else None
+        if not has_earlier:
+            return Result(out, None, (None, offset))
         places_T1 = torch.arange(1, qkv.shape[1] + 1, device=qkv.device).unsqueeze(1)
-        decays_TH = (-inner.slope_rate.float().view(1, heads) * places_T1).exp()
+        decays_TH: Tensor = (-inner.slope_rate.float().view(1, heads) * places_T1).exp()
         q_THK = qkv[0].unflatten(1, (heads, -1))[..., :size]
-        transition = decays_TH[-1] if continues else None, offset
-        return (
-            out,
-            lambda state: torch.einsum("thk,hkv->thv", q_THK.float(), state) * decays_TH[..., None],
-            transition,
-        )
+
+        def read(state: Tensor) -> Tensor:
+            read_THV = torch.einsum("thk,hkv->thv", q_THK.float(), state)
+            return read_THV * decays_TH[..., None]
+
+        return Result(out, read, (decays_TH[-1] if has_later else None, offset))
 
     qkv = module.act_fn(module.qkv_proj(hidden_states))
     values = qkv.unflatten(2, (heads, -1))[..., -size:]
@@ -348,58 +347,122 @@ def _recur(
         packed: whether whole documents may be computed in one call.
         shapes: of A and B.
     """
-
-    def of_nano_batch(nano: BoundNanoBatch, rows: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-        # 1. Compute cut segments and send their states.
-        chains, rows_of = nano.cuts.chains, nano.cuts.sizes
-        numbers = {segment: number for number, segment in enumerate(chains.cut)}
-        # Whole documents between cut segments share a call if the kernel takes them packed.
-        keys = [
-            (numbers.get(segment), None if packed else segment) for segment in range(len(rows_of))
-        ]
-        calls = [
-            (number, tuple(rows_of[segment] for segment in group))
-            for (number, _), group in groupby(range(len(rows_of)), keys.__getitem__)
-        ]
-        inputs = list(
-            zip(*(torch.split(x, [sum(sizes) for _, sizes in calls], 1) for x in rows), strict=True)
-        )
-        results = {
-            index: run(
-                inputs[index], None, bool(chains.earlier[number]), bool(chains.later[number])
-            )
-            for index, (number, _) in enumerate(calls)
-            if number is not None
-        }
-        transitions = [transition for _, _, transition in results.values()]
-        exchange = StateExchange(chains, shapes, **call.exchange(nano))
-        token = exchange.send(transitions, rows)
-        yield []
-
-        # 2. Compute whole documents.
-        for index, (number, sizes) in enumerate(calls):
-            if number is None:
-                results[index] = run(inputs[index], nano.cuts.packing(sizes), False, False)
-        yield []
-
-        # 3. Add to cut segments what the states before them change.
-        # Some result goes through the exchange on every rank, see `StateExchange.receive`.
-        outputs = [results[index][0] for index in range(len(calls))] or [values[:, :0]]
-        outputs[0], states = exchange.receive(token, outputs[0], transitions)
-        for index, (number, _) in enumerate(calls):
-            if number is not None and (state := states[number]) is not None:
-                _, read, _ = results[index]
-                assert read is not None  # the segment has a state before it
-                with without_autocast(state.device.type):
-                    outputs[index] = (outputs[index].float() + read(state)).to(outputs[index].dtype)
-        yield outputs
-
     nano_batches = call.plan.nano_batches
     divided = zip(nano_batches, *map(call.of_nano_batches, tensors), strict=True)
-    parts = [of_nano_batch(nano, rows) for nano, *rows in divided]
+    parts = [
+        _Recurrence(call, nano, rows, values[:, :0], run, packed=packed, shapes=shapes)
+        for nano, *rows in divided
+    ]
     for part in parts:
-        next(part)
-    if nano_batches[0].index == 1:  # the first nano-batch is about to wait
-        next(parts[0])
+        part.send_states()
+    # The second nano-batch computes before the pause, because the first is about to wait.
+    is_second = nano_batches[0].index == 1
+    if is_second:
+        parts[0].compute_documents()
     call.pause()
-    return torch.cat([out for part in parts for out in list(part)[-1]], 1)
+    outputs = []
+    for part in parts:
+        if not is_second:
+            part.compute_documents()
+        outputs += part.receive_states()
+    return torch.cat(outputs, 1)
+
+
+class _Recurrence:
+    """Recurrence over the rows of one nano-batch, in three steps.
+
+    Args:
+        rows: [1, T, ...] of the nano-batch, of each tensor that the recurrence reads.
+        no_rows: [1, 0, H, V].
+        packed: whether whole documents between two cut segments are computed in one call.
+        shapes: of A and B.
+    """
+
+    def __init__(
+        self,
+        call: MixingCall,
+        nano: BoundNanoBatch,
+        rows: Sequence[Tensor],
+        no_rows: Tensor,
+        run: Run,
+        *,
+        packed: bool,
+        shapes: tuple[tuple[int, ...], tuple[int, ...]],
+    ) -> None:
+        self._rows, self._no_rows, self._run = rows, no_rows, run
+        self._cuts, self._chains = nano.cuts, nano.cuts.chains
+        self._exchange = StateExchange(self._chains, shapes, **call.exchange(nano))
+        # By call: the number of its cut segment, or None; and the rows of each of its documents.
+        self._calls = _calls_on_segments(self._chains.cut, nano.cuts.sizes, packed=packed)
+        lengths = [sum(sizes) for _, sizes in self._calls]
+        divided = (torch.split(x, lengths, 1) for x in rows)
+        self._inputs = list(zip(*divided, strict=True))
+        self._results: dict[int, Result] = {}  # by call
+        self._transitions: list[Transition] = []  # of cut segments
+        self._token: Tensor
+
+    def send_states(self) -> None:
+        """Compute cut segments and start to send what they do to states."""
+        for index, (number, _) in enumerate(self._calls):
+            if number is not None:
+                has_earlier = bool(self._chains.earlier[number])
+                has_later = bool(self._chains.later[number])
+                result = self._run(self._inputs[index], None, has_earlier, has_later)
+                self._results[index] = result
+                self._transitions.append(result.transition)
+        self._token = self._exchange.send(self._transitions, self._rows)
+
+    def compute_documents(self) -> None:
+        """Compute whole documents."""
+        for index, (number, sizes) in enumerate(self._calls):
+            if number is None:
+                packing = self._cuts.packing(sizes)
+                self._results[index] = self._run(self._inputs[index], packing, False, False)
+
+    def receive_states(self) -> list[Tensor]:
+        """Add to cut segments what the states before them change, and return the rows by call."""
+        outputs = [self._results[index].rows for index in range(len(self._calls))]
+        # Some result goes through the exchange on every rank, see `StateExchange.receive`.
+        outputs = outputs or [self._no_rows]
+        outputs[0], states = self._exchange.receive(self._token, outputs[0], self._transitions)
+        for index, (number, _) in enumerate(self._calls):
+            state = None if number is None else states[number]
+            if state is None:
+                continue
+            read = self._results[index].read
+            assert read is not None  # the segment has a state before it
+            rows = outputs[index]
+            with without_autocast(state.device.type):
+                outputs[index] = (rows.float() + read(state)).to(rows.dtype)
+        return outputs
+
+
+def _calls_on_segments(
+    cut: Sequence[int], sizes: Sequence[int], *, packed: bool
+) -> list[tuple[int | None, tuple[int, ...]]]:
+    """Divide segments into calls: a cut segment, whole documents side by side, or one document.
+
+    Args:
+        cut: segments of cut documents.
+        sizes: rows of each segment.
+
+    Returns:
+        For each call, in row order: the number of its segment in `cut`, or None for whole
+        documents; and the rows of its segments.
+    """
+    numbers = {segment: number for number, segment in enumerate(cut)}
+    calls: list[tuple[int | None, tuple[int, ...]]] = []
+    documents: list[int] = []  # rows of whole documents that share the next call
+    for segment, size in enumerate(sizes):
+        if segment in numbers:
+            if documents:
+                calls.append((None, tuple(documents)))
+                documents = []
+            calls.append((numbers[segment], (size,)))
+        elif packed:
+            documents.append(size)
+        else:
+            calls.append((None, (size,)))
+    if documents:
+        calls.append((None, tuple(documents)))
+    return calls

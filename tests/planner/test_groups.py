@@ -210,6 +210,13 @@ def micro_batches(draw):
     return np.array(lengths), ranks, tokens, nodes
 
 
+def test_the_second_nano_batch_gives_its_extra_row_to_the_last_rank():
+    # Each document has one row more than two ranks can share evenly, and a rank holds 101 rows.
+    nano_batches = in_groups([101, 101], placed([101, 101], (2,), 101), 101, count=2)
+    tokens = [nano_batch.layout.tokens.tolist() for nano_batch in nano_batches]
+    assert tokens == [[51, 50], [50, 51]]
+
+
 @settings(max_examples=60, deadline=None)
 @given(micro_batches(), st.sampled_from([1, 2]), st.booleans(), st.sampled_from([None, 20]))
 def test_every_arrangement_is_a_plan_within_its_groups(drawn, nano_batches, evenly, window):

@@ -35,6 +35,7 @@ KEYS = [
         "stages",
         "exchange_buffers",
         "plan_ms",
+        "advice",
     ),
 ]
 FIXED = ("--document-layout", "fixed")

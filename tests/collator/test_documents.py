@@ -244,3 +244,5 @@ def test_data_sets_without_a_target(make):
     ):
         with refused(Data.NO_TARGETS, name="the data set", documents=2):
             check(columns, limit, policy)
+    with pytest.raises(ValueError, match="tokens of the longest excerpt: 1"):
+        check({"input_ids": [[1], [2]]})

@@ -12,8 +12,10 @@ from hf_distca.plan.nodes import node_sizes, nodes_of
 from hf_distca.plan.stages import EXCHANGE_BUFFER_BYTES
 from hf_distca.predict.seconds import StepCosts
 
-COARSER = (0.1, 0.3)
-"""Tolerances that may be chosen besides the one that is set."""
+COARSER_TOLERANCE = 0.1
+"""Tolerance that may be chosen besides the one that is set; 0.3 was hardly ever faster."""
+UNBALANCED = 1e9
+"""Tolerance of plans that move nothing for balance: rows travel only where documents are cut."""
 
 
 @dataclass(frozen=True)
@@ -22,7 +24,7 @@ class Choices:
 
     costs: StepCosts
     groups: bool = True  # whether documents may stay inside smaller groups of ranks
-    tolerances: tuple[float, ...] = (BALANCE_TOLERANCE, *COARSER)  # of balance, the finest first
+    tolerances: tuple[float, ...] = (BALANCE_TOLERANCE, COARSER_TOLERANCE)  # of balance, the finest first
     nano_batches: tuple[int, ...] = (1, 2)
 
     def forward_only(self) -> "Choices":
@@ -40,11 +42,10 @@ class Choices:
         nano_batches: tuple[int, ...] = (1, 2),
     ) -> "Choices":
         """Return the choices that the settings allow, with their tolerance as the finest."""
-        tolerance = settings.balance_tolerance
-        tolerances = tuple(each for each in COARSER if each > tolerance) if coarser else ()
-        return cls(
-            costs, groups, (tolerance, *tolerances), nano_batches if settings.ping_pong else (1,)
-        )
+        tolerances: tuple[float, ...] = (settings.balance_tolerance,)
+        if coarser and COARSER_TOLERANCE > settings.balance_tolerance:
+            tolerances = (settings.balance_tolerance, COARSER_TOLERANCE)
+        return cls(costs, groups, tolerances, nano_batches if settings.ping_pong else (1,))
 
 
 @dataclass(frozen=True)

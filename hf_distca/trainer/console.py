@@ -13,7 +13,7 @@ from transformers import PrinterCallback, ProgressCallback, TrainerCallback
 from transformers.trainer_callback import CallbackHandler
 
 from hf_distca.plan import MicroBatchPlan
-from hf_distca.planner.choose import UNBALANCED
+from hf_distca.planner.settings import UNBALANCED
 from hf_distca.trainer.costs import PROFILE_FILE
 from hf_distca.trainer.metrics import PREFIX
 

@@ -10,7 +10,7 @@ from hf_distca.plan import AttentionKind
 from hf_distca.plan.cost import RowBytes
 from hf_distca.plan.metrics import bytes_moved, loads_of
 from hf_distca.plan.stages import rows_by_stage
-from hf_distca.planner.choose import candidates
+from hf_distca.planner.choose import every_candidate
 from hf_distca.planner.micro_batch import plan_micro_batch
 from hf_distca.planner.settings import Choices, PlanSettings
 from hf_distca.predict.counts import count_plan
@@ -151,8 +151,8 @@ def test_packed_documents_are_predicted_with_all_costs_of_the_kernel():
 
 def test_joined_nodes_are_tried_in_the_order_of_their_size():
     of_plans = PlanSettings(8, 64, (KIND,), ranks_per_node=2, balance_block_size=4)
-    found = candidates(np.array([200, 115]), of_plans, Choices(costs(FREE, SLOW)))
-    groups = [max(each.placing.sizes) for each in found]
+    found = every_candidate(np.array([200, 115]), of_plans, Choices(costs(FREE, SLOW)))
+    groups = [max(each.candidate.placing.sizes) for each in found]
     assert set(groups) == {4, 6, 8}
     assert groups == sorted(groups)
 
@@ -188,7 +188,7 @@ def test_the_search_finds_what_trying_everything_finds(ranks, bandwidth):
             lengths.tolist(), replace(of_plans, choices=choices)
         ).choice.seconds
         ratios.append(
-            found / min(each.choice.seconds for each in candidates(lengths, of_plans, choices))
+            found / min(each.seconds for each in every_candidate(lengths, of_plans, choices))
         )
     assert (np.median(ratios) <= 1.01, max(ratios) <= 1.015) == (True, True)
 
@@ -244,16 +244,7 @@ def test_stages_are_as_many_as_pay():
     # Plans are compared with few stages where these pay: where calls are free, the usual number
     # hides the exchange.
     for call, stages in ((1e3, 1), (0.0, None)):
-        found = candidates(
+        found = every_candidate(
             np.array([32768]), PlanSettings(2, 16384, (KIND,)), of_one_document(slow, call)
         )
         assert {each.stages for each in found} == {stages}
-
-
-def test_the_rank_that_waits_longest_counts():
-    of_plans = PlanSettings(4, 64, (KIND,), balance_block_size=4)
-    slow = LinkCost(0.0, 1e4)
-    found = list(candidates(np.array([60, *[10] * 12]), of_plans, Choices(costs(slow, slow))))
-    uneven = [each for each in found if each.step.waited.min() < each.step.waited.max()]
-    assert uneven
-    assert all(each.waited == each.step.waited.max() / each.step.seconds for each in found)

@@ -12,7 +12,7 @@ import pytest
 from transformers import TrainerCallback
 
 from hf_distca.plan import ExchangeFigures, PlanChoice, PlanSummary
-from hf_distca.planner.choose import UNBALANCED
+from hf_distca.planner.settings import UNBALANCED
 from hf_distca.trainer.console import for_console, log_choice
 from tests.trainer.small_trainers import make_trainer
 

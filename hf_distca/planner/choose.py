@@ -61,8 +61,8 @@ FloatArray = NDArray[np.float64]
 GOOD_ENOUGH = 0.01
 """Share of a step that is not worth another plan: predictions are off by more."""
 FEW_RANKS = 32
-"""Number of ranks up to which the joint layout is tried in all placings. Of more ranks a joint plan
-takes two or three times as long as an even one, and it is rarely faster."""
+"""Number of ranks up to which joint layouts are tried in all placings. Of more ranks a joint layout
+takes two to three times as long to plan as an even one, and is rarely faster."""
 MOST_MOVES = 4096
 """Most moves of K/V rows, from a piece to a rank, over the root of the number of ranks, for which
 documents are divided evenly over nodes. Planning more moves takes longer than all other plans."""
@@ -314,23 +314,34 @@ class _Search:
         finest, coarsest = self._choices.tolerances[0], self._choices.tolerances[-1]
         fewest, most = min(self._choices.nano_batches), max(self._choices.nano_batches)
         placings = self._even_placings()
+        joint = self._placings_for_joint_layouts(placings)
         listed = []
         for placing in placings:
             bound = self._bound(placing)
-            has_cuts = self._may_have_cuts(placing)
             listed.append(Candidate(placing, bound, "evenly", finest, (fewest,)))
-            if has_cuts and coarsest > finest:
+            if self._may_have_cuts(placing) and coarsest > finest:
                 listed.append(Candidate(placing, bound, "evenly", coarsest, (fewest,)))
-            if has_cuts and self._settings.ranks <= FEW_RANKS:
-                listed.append(Candidate(placing, bound, "jointly", finest, (most,)))
-                if fewest < most:
-                    listed.append(Candidate(placing, bound, "jointly", finest, (fewest,)))
-        if placings and self._settings.ranks > FEW_RANKS:
-            most_even = min(placings, key=self._bound)
-            counts = tuple(sorted(self._choices.nano_batches, reverse=True))
-            bound = self._bound(most_even)
-            listed.append(Candidate(most_even, bound, "jointly", finest, counts))
+            if placing not in joint:
+                continue
+            if self._settings.ranks > FEW_RANKS:
+                listed.append(Candidate(placing, bound, "jointly", finest, (most, fewest)))
+                continue
+            listed.append(Candidate(placing, bound, "jointly", finest, (most,)))
+            if fewest < most:
+                listed.append(Candidate(placing, bound, "jointly", finest, (fewest,)))
         return listed
+
+    def _placings_for_joint_layouts(self, placings: Sequence[Placing]) -> list[Placing]:
+        """Return the placings in which the joint layout is tried.
+
+        Of many ranks, these are the most even placing, and the most even placing inside nodes.
+        """
+        with_cuts = [placing for placing in placings if self._may_have_cuts(placing)]
+        if self._settings.ranks <= FEW_RANKS:
+            return with_cuts
+        ranks_of_node = max(self._node_sizes)
+        inside_nodes = [placing for placing in with_cuts if max(placing.sizes) <= ranks_of_node]
+        return [min(some, key=self._bound) for some in (with_cuts, inside_nodes) if some]
 
     def whole_documents(self) -> list[Candidate]:
         """List the candidates with whole documents on single ranks."""

@@ -24,7 +24,10 @@ class Choices:
 
     costs: StepCosts
     groups: bool = True  # whether documents may stay inside smaller groups of ranks
-    tolerances: tuple[float, ...] = (BALANCE_TOLERANCE, COARSER_TOLERANCE)  # of balance, the finest first
+    tolerances: tuple[float, ...] = (
+        BALANCE_TOLERANCE,
+        COARSER_TOLERANCE,
+    )  # of balance, the finest first
     nano_batches: tuple[int, ...] = (1, 2)
 
     def forward_only(self) -> "Choices":
@@ -43,7 +46,7 @@ class Choices:
     ) -> "Choices":
         """Return the choices that the settings allow, with their tolerance as the finest."""
         tolerances: tuple[float, ...] = (settings.balance_tolerance,)
-        if coarser and COARSER_TOLERANCE > settings.balance_tolerance:
+        if coarser and settings.balance_tolerance < COARSER_TOLERANCE:
             tolerances = (settings.balance_tolerance, COARSER_TOLERANCE)
         return cls(costs, groups, tolerances, nano_batches if settings.ping_pong else (1,))
 

@@ -308,8 +308,8 @@ class _Search:
         """List candidates whose documents lie inside groups of ranks, small groups first.
 
         Documents that are divided evenly are planned in the fewest nano-batches: all ranks exchange
-        alike, and hide the exchange in stages. The joint layout is planned with the finest
-        tolerance: it chooses what moves, so that a fine balance costs little.
+        alike, and hide the exchange in stages. Two nano-batches gain hardly anything there, nor
+        does a coarse tolerance for a joint layout in one nano-batch.
         """
         finest, coarsest = self._choices.tolerances[0], self._choices.tolerances[-1]
         fewest, most = min(self._choices.nano_batches), max(self._choices.nano_batches)
@@ -329,6 +329,8 @@ class _Search:
             listed.append(Candidate(placing, bound, "jointly", finest, (most,)))
             if fewest < most:
                 listed.append(Candidate(placing, bound, "jointly", finest, (fewest,)))
+            if coarsest > finest:
+                listed.append(Candidate(placing, bound, "jointly", coarsest, (most,)))
         return listed
 
     def _placings_for_joint_layouts(self, placings: Sequence[Placing]) -> list[Placing]:

@@ -41,14 +41,18 @@ def grid_documents(tokens: int) -> Iterator[tuple[str, Draw, IntArray | None]]:
     yield "one long", lognormal(2048, 1.0), np.array([tokens // 2])
 
 
-def setup_of(ranks_per_node: int, network: float) -> tuple[Setup, PlanSettings]:
+def profile_with(network: float) -> DeviceProfile:
+    """Return the costs of an H100 with `network` GB/s between nodes."""
     between = LinkCost(H100.exchange.between.latency, network * 1e9)
-    profile = replace(
+    return replace(
         H100,
         links=replace(H100.links, between=between),
         exchange=replace(H100.exchange, between=between),
     )
-    setup = Setup(LLAMA_8B, profile, RANKS, TOKENS, ranks_per_node)
+
+
+def setup_of(ranks_per_node: int, network: float) -> tuple[Setup, PlanSettings]:
+    setup = Setup(LLAMA_8B, profile_with(network), RANKS, TOKENS, ranks_per_node)
     settings = PlanSettings(
         RANKS, TOKENS, tuple(LLAMA_8B.layers), ping_pong=True, ranks_per_node=ranks_per_node
     )

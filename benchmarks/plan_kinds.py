@@ -1,0 +1,133 @@
+"""What each kind of plan buys in the search for the fastest: an 8B model on H100, simulated.
+
+Every plan that may be chosen is made for the same micro-batches, and its step is predicted. The
+ratio is the fastest plan without the kind over the fastest of all plans; 1 means that the kind buys
+nothing.
+
+8 and 64 GPUs have the documents of `typical_data.py`, in nodes of 8. 16 GPUs have those of
+`chosen.py`, with 1 and with 8 GPUs in a node, over each of its networks.
+
+Run: PYTHONPATH=. python benchmarks/plan_kinds.py [--batches 4]
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from itertools import islice
+from math import inf
+from typing import Any
+
+import numpy as np
+from chosen import NETWORKS, RANKS, TOKENS, grid_documents, profile_with, setup_of
+from harness import options_parser, print_json, print_rows
+from numpy.typing import NDArray
+from typical_data import RANKS_PER_NODE, TOKENS_PER_RANK, data
+
+from hf_distca.planner.choose import Candidate, every_candidate
+from hf_distca.planner.settings import Choices, PlanSettings
+from hf_distca.predict.setup import Setup
+from hf_distca.predict.shapes import LLAMA_8B
+from hf_distca.sim.lengths import micro_batches
+
+IntArray = NDArray[np.int64]
+Inputs = Iterator[tuple[IntArray, PlanSettings]]
+"""Lengths of the documents of a micro-batch, and the settings that it is planned by."""
+
+
+def in_groups(candidate: Candidate) -> bool:
+    return len(candidate.placing.sizes) > 1
+
+
+def divides_evenly(candidate: Candidate) -> bool:
+    return candidate.division == "evenly" and max(candidate.placing.sizes) > 1
+
+
+def divides_jointly(candidate: Candidate) -> bool:
+    return candidate.division == "jointly"
+
+
+def has_two_nano_batches(candidate: Candidate) -> bool:
+    return candidate.nano_batches == (2,)
+
+
+def has_coarse_tolerance(candidate: Candidate) -> bool:
+    return candidate.tolerance > min(Choices.tolerances)
+
+
+def joins_some_nodes(candidate: Candidate) -> bool:
+    return len(set(candidate.placing.sizes)) > 1
+
+
+PLAN_KINDS: Mapping[str, Callable[[Candidate], bool]] = {
+    "groups of ranks": in_groups,
+    "even division": divides_evenly,
+    "joint layout": divides_jointly,
+    "two nano-batches": has_two_nano_batches,
+    "tolerance 0.1": has_coarse_tolerance,
+    "groups of unequal size": joins_some_nodes,
+}
+"""By name: whether a candidate is of the kind."""
+
+
+def typical_inputs(ranks: int, network: float, count: int) -> Inputs:
+    """Yield micro-batches of the data sets, on GPUs with `network` GB/s between nodes."""
+    setup = Setup(LLAMA_8B, profile_with(network), ranks, TOKENS_PER_RANK, RANKS_PER_NODE)
+    settings = PlanSettings(
+        ranks, TOKENS_PER_RANK, tuple(LLAMA_8B.layers), ranks_per_node=RANKS_PER_NODE
+    )
+    settings = replace(settings, choices=Choices(setup.costs))
+    for _, draw in data():
+        for lengths in islice(micro_batches(draw, ranks * TOKENS_PER_RANK, seed=0), count):
+            yield lengths, settings
+
+
+def grid_inputs(count: int) -> Inputs:
+    """Yield micro-batches of all documents, networks and nodes of `chosen.py`."""
+    for ranks_per_node in (1, RANKS_PER_NODE):
+        for network in NETWORKS:
+            _, settings = setup_of(ranks_per_node, network)
+            for _, draw, first in grid_documents(RANKS * TOKENS):
+                for lengths in islice(micro_batches(draw, RANKS * TOKENS, 0, first), count):
+                    yield lengths, settings
+
+
+def ratios_without(lengths: IntArray, settings: PlanSettings) -> dict[str, float]:
+    """Return, for each kind, the fastest plan without it over the fastest of all plans."""
+    assert settings.choices is not None
+    fastest = inf
+    fastest_without = dict.fromkeys(PLAN_KINDS, inf)
+    for planned in every_candidate(lengths, settings, settings.choices):
+        fastest = min(fastest, planned.seconds)
+        for name, is_of_kind in PLAN_KINDS.items():
+            if not is_of_kind(planned.candidate):
+                fastest_without[name] = min(fastest_without[name], planned.seconds)
+    return {name: seconds / fastest for name, seconds in fastest_without.items()}
+
+
+def rows_of(setting: str, inputs: Inputs) -> Iterator[dict[str, Any]]:
+    """Yield the mean and the worst ratio of each kind over some micro-batches."""
+    ratios = [ratios_without(lengths, settings) for lengths, settings in inputs]
+    for name in PLAN_KINDS:
+        of_kind = [found[name] for found in ratios]
+        yield {
+            "setting": setting,
+            "without": name,
+            "mean": float(np.mean(of_kind)),
+            "worst": max(of_kind),
+        }
+
+
+def main() -> None:
+    parser = options_parser(__doc__, batches=(4, "micro-batches of each kind of documents"))
+    count = parser.parse_args().batches
+    found = [
+        *rows_of("8 GPUs", typical_inputs(8, 50.0, count)),
+        *rows_of("64 GPUs, 50 GB/s", typical_inputs(64, 50.0, count)),
+        *rows_of("64 GPUs, 6 GB/s", typical_inputs(64, 6.0, count)),
+        *rows_of("16 GPUs, 1 to 50 GB/s", grid_inputs(count)),
+    ]
+    print_rows(found)
+    print_json(batches=count, kinds=found)
+
+
+if __name__ == "__main__":
+    main()

@@ -10,7 +10,13 @@ from hf_distca.plan import AttentionKind
 from hf_distca.plan.cost import RowBytes
 from hf_distca.plan.metrics import bytes_moved, loads_of
 from hf_distca.plan.stages import rows_by_stage
-from hf_distca.planner.choose import every_candidate
+from hf_distca.planner.choose import (
+    Candidate,
+    PlannedCandidate,
+    every_candidate,
+    fastest_of,
+)
+from hf_distca.planner.groups import Placing
 from hf_distca.planner.micro_batch import plan_micro_batch
 from hf_distca.planner.settings import Choices, PlanSettings
 from hf_distca.predict.counts import count_plan
@@ -18,6 +24,7 @@ from hf_distca.predict.profile import DeviceProfile
 from hf_distca.predict.seconds import KernelCost, KindCosts, LinkCost, Links, StepCosts
 from hf_distca.predict.setup import Setup
 from hf_distca.predict.shapes import LLAMA_8B
+from hf_distca.predict.walk import Walked
 from hf_distca.sim.lengths import corpora, lognormal, micro_batches
 
 KIND = AttentionKind(None, 4, 2, 8, 8)
@@ -248,3 +255,85 @@ def test_stages_are_as_many_as_pay():
             np.array([32768]), PlanSettings(2, 16384, (KIND,)), of_one_document(slow, call)
         )
         assert {each.stages for each in found} == {stages}
+
+
+ONE_RANK = Placing.of_all(np.ones(1), np.ones(1))
+
+
+def searched(*bounds_and_seconds):
+    """Search candidates with these bounds and predicted seconds; None stands for no plan.
+
+    Return the index of the fastest candidate, and the indices of planned ones in their order.
+    """
+    listed = [Candidate(ONE_RANK, bound, "evenly", 0.01, (1,)) for bound, _ in bounds_and_seconds]
+    in_order = []
+
+    def plan(candidate):
+        index = next(number for number, other in enumerate(listed) if other is candidate)
+        in_order.append(index)
+        seconds = bounds_and_seconds[index][1]
+        if seconds is None:
+            return None
+        nothing = np.zeros(1)
+        step = Walked(seconds, nothing, nothing, nothing, nothing)
+        return PlannedCandidate(candidate, (), [], None, step)
+
+    fastest = fastest_of(listed, plan)
+    if fastest is None:
+        return None, in_order
+    return next(n for n, other in enumerate(listed) if other is fastest.candidate), in_order
+
+
+@pytest.mark.parametrize(
+    ("bounds_and_seconds", "fastest", "in_order"),
+    [
+        pytest.param([(3, 9), (1, 8), (2, 7)], 2, [1, 2, 0], id="lowest bound first"),
+        pytest.param([(2, 9), (1, 8), (2, 7)], 2, [1, 0, 2], id="equal bounds as listed"),
+        pytest.param([(1, 8), (2, 8)], 0, [0, 1], id="the first of equal seconds"),
+        pytest.param([(1, 4), (3.95, 9), (3.97, 3.97)], 0, [0, 1], id="stop within a hundredth"),
+        pytest.param([(1, 5), (4, 4.1), (4.5, 4.6)], 1, [0, 1], id="stop by the fastest so far"),
+        pytest.param([(1, None), (2, 6)], 1, [0, 1], id="no plan of the lowest bound"),
+        pytest.param([(1, 4), (2, None), (3, 3.5)], 2, [0, 1, 2], id="no plan in between"),
+        pytest.param([(1, None)], None, [0], id="no plan at all"),
+        pytest.param([], None, [], id="no candidate"),
+    ],
+)
+def test_candidates_are_planned_until_none_can_be_faster(bounds_and_seconds, fastest, in_order):
+    assert searched(*bounds_and_seconds) == (fastest, in_order)
+
+
+def test_no_plan_is_faster_than_its_bound():
+    """Also of ranks that are slow, and of documents that fit in no group."""
+    settings = PlanSettings(8, 64, (KIND,), ranks_per_node=2, balance_block_size=4)
+    for slowness in ((), (1.0,) * 7 + (2.0,)):
+        choices = Choices(replace(costs(FREE, SLOW), slowness=slowness))
+        for lengths in ([200, 115], [60, *[10] * 30], [50] * 9):
+            for planned in every_candidate(np.array(lengths), settings, choices):
+                assert planned.candidate.bound <= planned.seconds * (1 + 1e-9)
+
+
+def test_documents_with_equal_work_that_do_not_fit_lie_whole_with_unequal_work():
+    """Documents of 40 and 24 tokens fill ranks of 64 tokens only in pairs of unlike documents."""
+    plan = chosen([40, 40, 40, 40, 24, 24, 24, 24], SLOW, SLOW)
+    assert plan.tokens.tolist() == [64] * 4
+    assert (plan.choice.group, exchanges(plan)) == (1, False)
+    # Equal work would put 34 beside 30, and leave no room for the last document of 30.
+    plan = chosen([34, 34, 30, 30, 32, 32, 32, 32], SLOW, SLOW)
+    assert plan.tokens.tolist() == [64] * 4
+    assert (plan.choice.group, exchanges(plan)) == (1, False)
+
+
+def test_too_many_tokens_are_refused():
+    with pytest.raises(ValueError, match="257 tokens"):
+        chosen([60] * 4 + [17])
+
+
+@pytest.mark.parametrize("layout", ["whole", "joint"])
+def test_the_costliest_document_comes_first_where_documents_stay_whole(layout):
+    """Packing by tokens would put 30 beside 20, with 675 pairs; costs alone part 30 and 20, 20."""
+    settings = PlanSettings(2, 64, (KIND,), document_layout=layout, balance_block_size=4)
+    choices = Choices(costs(SLOW, SLOW))
+    plan = plan_micro_batch([30, 20, 20, 10], replace(settings, choices=choices))
+    assert not exchanges(plan)
+    assert plan.choice.group == 1
+    assert sorted(plan.tokens.tolist()) == [30, 50]

@@ -355,7 +355,10 @@ class _Search:
         ]
 
     def as_set(self) -> list[Candidate]:
-        """List candidates with the layout of the settings, first those that move nothing for balance."""
+        """List candidates with the layout of the settings.
+
+        Those that move nothing for balance come first.
+        """
         placing = Placing.of_all(self._seconds, self._speeds)
         tolerances = self._choices.tolerances
         if len(tolerances) > 1:
@@ -400,7 +403,10 @@ class _Search:
         return PlannedCandidate(candidate, nano_batches, counted, stages, step)
 
     def _nano_batches(self, candidate: Candidate) -> tuple[NanoBatch, ...] | None:
-        """Lay out and balance the documents of a candidate, in one stage; None if they cannot be."""
+        """Lay out and balance the documents of a candidate, in one stage.
+
+        None if they cannot be.
+        """
         settings = replace(self._settings, balance_tolerance=candidate.tolerance)
         if candidate.division == "as set":
             (count,) = candidate.nano_batches
@@ -420,7 +426,10 @@ class _Search:
         return None
 
     def _moves(self, placing: Placing) -> int:
-        """Return about how many moves of K/V rows there are if groups of nodes divide documents evenly."""
+        """Return about how many moves of K/V rows there are.
+
+        Groups of nodes then divide documents evenly.
+        """
         ranks_of_node = max(self._node_sizes)
         moves = 0
         groups = zip(placing.documents, placing.sizes, placing.seconds, strict=True)

@@ -136,6 +136,13 @@ class DistCAConfig:
         "tokens_per_rank, at the cost of one more forward pass of the MLPs. 0 computes all rows "
         "at once; 4096 to 16384 keep a GPU busy. Experts are not changed.",
     )
+    share_prefixes: bool = setting(
+        True,
+        "Compute equal beginnings of the sequences of padded batches once, such as the prompt of "
+        "several completions, if they have 128 tokens or more. Sequences are computed alone where "
+        "sharing would change results: with dropout, with a router's auxiliary loss, and in hybrid "
+        "models.",
+    )
     ranks_per_node: str = setting(
         AUTO,
         "Number of training ranks that share a node, within which links (NVLink) are faster than "

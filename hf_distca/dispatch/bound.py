@@ -127,7 +127,7 @@ class BoundRoutes:
         slots: by stage, the memory of its K/V rows.
         servers: rows that travel to each server with tasks, and back.
         tasks: tasks of each kernel call; calls without tasks are missing.
-        merges: whether K/V rows of a query come in several stages.
+        merges: whether received queries read K/V rows in several calls.
         gradients: sources of each gradient, by its name and its place: "local" or "received" rows,
             or the stage of received K/V rows.
         forward, backward: schedules; the backward's by the rows that the forward kept.
@@ -170,7 +170,8 @@ class BoundRoutes:
             for key, call_tasks in tasks.items()
             if len(call_tasks.q_lens)
         }
-        self.merges = several_stages and plan.window is None
+        has_prefix = any(name == "remote-query prefix" for name, _ in self.tasks)
+        self.merges = plan.window is None and (several_stages or has_prefix)
 
         # 3. Sources of gradients.
         self.gradients = self._bind_gradients(routes, local, remote, buffer)
@@ -301,7 +302,7 @@ def _remote_tasks(routes: Routes) -> dict[CallKey, CallTasks]:
     tasks: dict[CallKey, CallTasks] = {}
     for number, stage in enumerate(routes.stages):
         tasks["remote-query", number] = stage.remote_query
-        if len(routes.stages) > 1:
+        if len(routes.stages) > 1 or len(stage.remote_query_prefix.q_lens):
             tasks["remote-query prefix", number] = stage.remote_query_prefix
         tasks["remote-KV", number] = stage.remote_kv
     return tasks

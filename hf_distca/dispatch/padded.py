@@ -24,10 +24,20 @@ from hf_distca.collator.refusals import Data
 from hf_distca.dispatch.bound import BoundPlan
 from hf_distca.dispatch.dispatcher import Dispatcher
 from hf_distca.dispatch.groups import Groups
-from hf_distca.plan import MicroBatchPlan
-from hf_distca.plan.intervals import expand
+from hf_distca.plan import Branches, MicroBatchPlan
+from hf_distca.plan.intervals import (
+    ROWS,
+    by_document,
+    expand,
+    overlaps,
+    rows_before,
+    table_of,
+)
+from hf_distca.plan.paths import along_paths
 from hf_distca.planner.bin_packing import largest_first, place_evenly
+from hf_distca.planner.branches import Forest
 from hf_distca.planner.micro_batch import plan_micro_batch
+from hf_distca.planner.prefixes import Hashes, SharedPrefixes, hashes_of, share_prefixes
 from hf_distca.planner.settings import PlanSettings
 
 PLANS_KEPT = 16
@@ -44,9 +54,21 @@ SHARE = np.dtype(
         ("sequence", np.int64),  # index of the sequence in the batch of its source
         ("start", np.int64),  # first token of the sequence
         ("stop", np.int64),  # one past its last token
+        (
+            "offset",
+            np.int64,
+        ),  # row of token `start` among the rows of all micro-batches of the rank
     ]
 )
 """Tokens [start, stop) of a sequence, held by one rank in one micro-batch."""
+
+NO_DOCUMENT = -1
+"""Document of the rows of a filler."""
+
+HELD = np.dtype(
+    [(name, np.int64) for name in ("rank", "micro_batch", "document", "start", "stop", "offset")]
+)
+"""Rows [start, stop) of a document, held by one rank from row `offset` on."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,10 +85,16 @@ class Sequences:
 
     firsts: NDArray[np.int64]  # [B] column of each sequence's first token
     lengths: NDArray[np.int64]  # [B] number of tokens of each sequence
+    hashes: tuple[Hashes, ...] | None = None  # of each sequence, if equal beginnings are shared
 
 
-def read_sequences(batch: PaddedBatch, limits: Limits) -> Sequences:
-    """Read where the tokens of a padded batch are; the only wait for the device.
+def read_sequences(
+    batch: PaddedBatch, limits: Limits, *, share_prefixes: bool = False
+) -> Sequences:
+    """Read where the tokens of a padded batch are; this waits for the device.
+
+    Args:
+        share_prefixes: read the tokens too, and hash them.
 
     Raises:
         ValueError: A mask has holes, or a sequence is beyond the tables of the model.
@@ -74,7 +102,7 @@ def read_sequences(batch: PaddedBatch, limits: Limits) -> Sequences:
     input_ids_BL, mask_BL = batch.columns["input_ids"], batch.mask
     if mask_BL.numel() == 0:
         nothing = np.zeros(len(mask_BL), np.int64)
-        return Sequences(nothing, nothing)
+        return Sequences(nothing, nothing, () if share_prefixes else None)
     is_token_BL = mask_BL != 0
     columns = is_token_BL.shape[1]
     lengths_B = is_token_BL.sum(1)
@@ -99,7 +127,23 @@ def read_sequences(batch: PaddedBatch, limits: Limits) -> Sequences:
             )
     longest = int(lengths.argmax())
     limits.check_length(int(lengths[longest]), f"sequence {longest} of a padded batch")
-    return Sequences(firsts, lengths)
+    hashes = _hashes(batch, firsts, lengths) if share_prefixes else None
+    return Sequences(firsts, lengths, hashes)
+
+
+def _hashes(
+    batch: PaddedBatch, firsts: NDArray[np.int64], lengths: NDArray[np.int64]
+) -> tuple[Hashes, ...]:
+    """Return the hashes of each sequence; all integers of a token count, its position among them."""
+    tokens_BLC = torch.stack(list(batch.columns.values()), -1).cpu().numpy()
+    return tuple(
+        hashes_of(tokens_LC[first : first + length])
+        for tokens_LC, first, length in zip(tokens_BLC, firsts, lengths, strict=True)
+    )
+
+
+OfRank = tuple[tuple[int, ...], tuple[Hashes, ...] | None]
+"""Lengths of a rank's sequences, and their hashes if equal beginnings are shared."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -107,19 +151,40 @@ class PlannedSequences:
     """Plans of the micro-batches for the sequences of all ranks, the same on every rank.
 
     Attributes:
-        shares: [shares] of dtype SHARE, by rank, micro-batch and row.
+        shares: [shares] of dtype SHARE, by rank and row: each row that ranks hold, once, with a
+            sequence that has it.
+        readers: [readers] of dtype SHARE, by rank: each token of each sequence, once. A row of a
+            shared prefix has several readers.
     """
 
     plans: tuple[MicroBatchPlan, ...]
     shares: NDArray[np.void]
+    readers: NDArray[np.void]
+
+    @property
+    def computed_rows(self) -> int:
+        """Rows that all ranks compute, without fillers."""
+        is_token = self.shares["source"] != NO_RANK
+        return int((self.shares["stop"] - self.shares["start"])[is_token].sum())
+
+    @property
+    def shared_rows(self) -> int:
+        """Rows of sequences that are not computed, because another sequence has them too."""
+        return int((self.readers["stop"] - self.readers["start"]).sum()) - self.computed_rows
 
 
 def plan_sequences(
-    lengths_of_ranks: Sequence[Sequence[int]], settings: PlanSettings
+    lengths_of_ranks: Sequence[Sequence[int]],
+    settings: PlanSettings,
+    hashes_of_ranks: Sequence[Sequence[Hashes]] | None = None,
 ) -> PlannedSequences:
     """Plan the micro-batches for sequences of [ranks] lengths each.
 
     Sequences without tokens are left out.
+
+    Args:
+        hashes_of_ranks: of each sequence of each rank. Equal beginnings are then computed once.
+            None: every sequence is computed alone.
 
     Raises:
         ValueError: A sequence has more tokens than all ranks, or one rank where documents stay
@@ -132,44 +197,60 @@ def plan_sequences(
         if length > 0
     ]
     sources, sequences, lengths = np.array(owners, np.int64).reshape(-1, 3).T
-    plans, shares = [], []
-    for micro_batch, documents in enumerate(_divided(lengths, settings)):
-        # Every rank needs a row, as in `RankDocuments`.
-        rows = (
-            len(documents) if settings.document_layout == "whole" else int(lengths[documents].sum())
-        )
-        fillers = [1] * (settings.ranks - rows)
-        plan = plan_micro_batch([*lengths[documents].tolist(), *fillers], settings)
-        plans.append(replace(plan, fillers=len(fillers)))
-        no_owner = np.full(len(fillers), NO_RANK)
-        document_sources = np.concatenate([sources[documents], no_owner])
-        document_sequences = np.concatenate([sequences[documents], no_owner])
-        shares.append(_shares(plan, micro_batch, document_sources, document_sequences))
-    table = np.concatenate(shares)
-    return PlannedSequences(tuple(plans), table[np.argsort(table["rank"], kind="stable")])
-
-
-def _divided(lengths: NDArray[np.int64], settings: PlanSettings) -> list[NDArray[np.int64]]:
-    """Divide documents among as few micro-batches as possible, of about equally many tokens."""
     stay_whole = settings.document_layout == "whole"
     capacity = settings.tokens_per_rank * (1 if stay_whole else settings.ranks)
-    bins_per_micro_batch = settings.ranks if stay_whole else 1
     if len(lengths) and lengths.max() > capacity:
         raise Data.LONG_SEQUENCE.error(
             length=lengths.max(),
             limit=capacity,
             where="one rank" if stay_whole else "all ranks together",
         )
+    if hashes_of_ranks is None:
+        shared = SharedPrefixes.of_none(lengths)
+    else:
+        hashes = [hashes_of_ranks[rank][sequence] for rank, sequence, _ in owners]
+        shared = share_prefixes(lengths.tolist(), hashes, capacity)
+
+    forest = Forest.of(shared.lengths, shared.branches)
+    plans, parts = [], []
+    for micro_batch, trees in enumerate(_divided(forest.tree_lengths, capacity, settings)):
+        documents = forest.documents_of(trees)
+        # Every rank needs a row, as in `RankDocuments`.
+        rows = len(trees) if stay_whole else int(forest.tree_lengths[trees].sum())
+        fillers = max(settings.ranks - rows, 0)
+        plans.append(_micro_batch(shared, documents, fillers, settings))
+        parts.append(_held(plans[-1], micro_batch, documents))
+    held = np.concatenate(parts)
+    held = held[np.argsort(held["rank"], kind="stable")]
+    rows_up_to = rows_before(held)
+    held["offset"] = rows_up_to - rows_up_to[np.searchsorted(held["rank"], held["rank"])]
+
+    of_sequences = sources, sequences
+    shares = _with_sequences(held, shared.owners_of(held["document"]), of_sequences)
+    readers = _with_sequences(*_read(held, shared, lengths), of_sequences)
+    return PlannedSequences(tuple(plans), shares, readers)
+
+
+def _divided(
+    lengths: NDArray[np.int64], capacity: int, settings: PlanSettings
+) -> list[NDArray[np.int64]]:
+    """Return the trees of each micro-batch: as few micro-batches as possible, of about equally many tokens.
+
+    Args:
+        lengths: [trees] rows of each tree, at most `capacity`.
+        capacity: rows of a rank where documents stay whole, else of all ranks.
+    """
+    bins_per_micro_batch = settings.ranks if settings.document_layout == "whole" else 1
     longest_first = largest_first(lengths)
     fewest = max(1, -(-int(lengths.sum()) // (settings.tokens_per_rank * settings.ranks)))
-    for micro_batches in count(fewest):  # documents fit at the latest with a bin for each
-        bin_of_documents = place_evenly(
+    for micro_batches in count(fewest):  # trees fit at the latest with a bin for each
+        bin_of_trees = place_evenly(
             lengths, longest_first, micro_batches * bins_per_micro_batch, capacity
         )
-        if bin_of_documents is not None:
+        if bin_of_trees is not None:
             break
     bins = [
-        np.flatnonzero(bin_of_documents == number)
+        np.flatnonzero(bin_of_trees == number)
         for number in range(micro_batches * bins_per_micro_batch)
     ]
     return [
@@ -178,94 +259,177 @@ def _divided(lengths: NDArray[np.int64], settings: PlanSettings) -> list[NDArray
     ]
 
 
-def _shares(
-    plan: MicroBatchPlan, micro_batch: int, sources: NDArray[np.int64], sequences: NDArray[np.int64]
-) -> NDArray[np.void]:
-    """Return the shares of one micro-batch in the order of nano-batches, ranks and rows.
+def _micro_batch(
+    shared: SharedPrefixes, documents: NDArray[np.int64], fillers: int, settings: PlanSettings
+) -> MicroBatchPlan:
+    """Plan some of the documents, whole trees, and documents of one token for ranks without rows."""
+    lengths = np.append(shared.lengths[documents], np.ones(fillers, np.int64))
+    number = np.full(len(shared.lengths) + 1, -1)  # the last one is for documents without parent
+    number[documents] = np.arange(len(documents))
+    parents = np.append(number[shared.branches.parents[documents]], np.full(fillers, -1))
+    starts = np.append(shared.branches.starts[documents], np.zeros(fillers, np.int64))
+    plan = plan_micro_batch(lengths.tolist(), settings, Branches(parents, starts))
+    return replace(plan, fillers=fillers)
+
+
+def _held(plan: MicroBatchPlan, micro_batch: int, documents: NDArray[np.int64]) -> NDArray[np.void]:
+    """Return the rows that ranks hold in one micro-batch, in the order of nano-batches, ranks and rows.
 
     Args:
-        sources, sequences: [documents] owner of each document of the micro-batch.
+        documents: of the micro-batch, without fillers.
     """
+    with_fillers = np.append(documents, np.full(plan.fillers, NO_DOCUMENT))
     parts = []
     for nano in plan.nano_batches:
         segments = nano.layout.segments
-        documents = nano.documents[segments["document"]]
-        part = np.empty(len(segments), SHARE)
+        part = np.zeros(len(segments), HELD)
         for name in ("rank", "start", "stop"):
             part[name] = segments[name]
         part["micro_batch"] = micro_batch
-        part["source"], part["sequence"] = sources[documents], sequences[documents]
+        part["document"] = with_fillers[nano.documents[segments["document"]]]
         parts.append(part)
     return np.concatenate(parts)
 
 
-class RowTravel:
-    """Travel of rows between padded batches and the micro-batches that compute them.
-
-    Each token's row is sent once. Rows of padding stay behind, and fillers come from nowhere: both
-    are 0.
+def _read(
+    held: NDArray[np.void], shared: SharedPrefixes, lengths: NDArray[np.int64]
+) -> tuple[NDArray[np.void], NDArray[np.int64]]:
+    """Return the rows of all sequences, by rank: entries of dtype HELD, and the sequence of each.
 
     Args:
-        shares: [shares] of dtype SHARE, by rank, micro-batch and row.
+        lengths: [sequences] tokens of each sequence.
+    """
+    whole = table_of(ROWS, document=shared.ends, stop=lengths)
+    on_path, sequence = along_paths(whole, shared.branches)
+    of_documents = by_document(held.compress(held["document"] != NO_DOCUMENT))
+    piece, entry, start, stop = overlaps(on_path, of_documents)
+    read = of_documents.take(entry)
+    read["offset"] += start - read["start"]
+    read["start"], read["stop"] = start, stop
+    by_rank = np.argsort(read["rank"], kind="stable")
+    return read.take(by_rank), sequence[piece][by_rank]
+
+
+def _with_sequences(
+    held: NDArray[np.void],
+    sequence: NDArray[np.int64],
+    of_sequences: tuple[NDArray[np.int64], NDArray[np.int64]],
+) -> NDArray[np.void]:
+    """Return a table of dtype SHARE of held rows and the sequence of each entry; -1 for a filler.
+
+    Args:
+        of_sequences: [sequences] rank that was given each one, and its index there.
+    """
+    shares = np.empty(len(held), SHARE)
+    for name in ("rank", "micro_batch", "start", "stop", "offset"):
+        shares[name] = held[name]
+    for name, values in zip(("source", "sequence"), of_sequences, strict=True):
+        shares[name] = np.append(values, NO_RANK)[sequence]
+    return shares
+
+
+@dataclass(frozen=True, eq=False)
+class _Way:
+    """Rows of this rank's padded batch, and rows that it holds, in the order in which they travel."""
+
+    padded_rows: Tensor  # rows of the padded batch, by the rank that they go to
+    held_rows: Tensor  # rows that this rank holds, by the rank that they come from
+    sent: list[int]  # [ranks] padded rows that go to each rank
+    received: list[int]  # [ranks] held rows that come from each rank
+
+
+class RowTravel:
+    """Travel of rows between the padded batches of ranks and the micro-batches in which they are computed.
+
+    Each row that ranks hold comes from one sequence, and goes back to every sequence that has it.
+    Rows of padding stay behind, and fillers come from nowhere: both are 0.
+
+    Args:
+        planned: plans of the sequences of all ranks.
         own: sequences of this rank's padded batch.
         shape: [B, L] of this rank's padded batch.
     """
 
     def __init__(
         self,
-        shares: NDArray[np.void],
+        planned: PlannedSequences,
         own: Sequences,
         shape: torch.Size,
         groups: Groups,
         device: torch.device,
     ) -> None:
         self._groups, self.shape = groups, shape
-        columns = shape[1]
-        is_token = shares["source"] != NO_RANK
+        self._own, self._device = own, device
+        shares, readers = planned.shares, planned.readers
         # Whether any row travels to another rank: the same on every rank.
-        self._crosses = bool(np.any(is_token & (shares["source"] != shares["rank"])))
-
-        # 1. Rows of this rank's padded batch, by the rank that they go to.
-        leaving = shares[shares["source"] == groups.rank]
-        sequences, rows = leaving["sequence"], leaving["stop"] - leaving["start"]
-        padded_rows = expand(sequences * columns + own.firsts[sequences] + leaving["start"], rows)
-        self._sent = _counts(leaving["rank"], rows, groups.ranks)
-
-        # 2. Rows that this rank holds. They arrive by the rank that they come from.
+        self._crosses = bool(
+            np.any(readers["source"] != readers["rank"])
+            or np.any((shares["source"] != NO_RANK) & (shares["source"] != shares["rank"]))
+        )
         held = shares[shares["rank"] == groups.rank]
         rows = held["stop"] - held["start"]
-        offsets = np.cumsum(rows) - rows
         self.held_rows = int(rows.sum())
-        source_order = np.argsort(held["source"], kind="stable")
-        arriving = source_order[held["source"][source_order] != NO_RANK]
-        held_rows = expand(offsets[arriving], rows[arriving])
-        self._received = _counts(held["source"][arriving], rows[arriving], groups.ranks)
         self.rows_of_micro_batches = np.bincount(
-            held["micro_batch"], weights=rows, minlength=int(shares["micro_batch"].max()) + 1
+            held["micro_batch"], weights=rows, minlength=len(planned.plans)
         ).astype(int)
+        self._forth = self._way(shares)
+        self._back, self._rounds = self._forth, None
+        if planned.shared_rows:
+            self._back = self._way(readers)
+            self._rounds = _rounds(self._back.held_rows)
 
-        self._padded_index, self._held_index = (
-            torch.from_numpy(index).to(device, non_blocking=True)
-            for index in (padded_rows, held_rows)
+    def _way(self, shares: NDArray[np.void]) -> _Way:
+        """Return the way of rows of dtype SHARE, by rank: both ends number them in this order."""
+        ranks, columns = self._groups.ranks, self.shape[1]
+        leaving = shares[shares["source"] == self._groups.rank]
+        sequences, rows = leaving["sequence"], leaving["stop"] - leaving["start"]
+        first_rows = sequences * columns + self._own.firsts[sequences] + leaving["start"]
+        sent = _counts(leaving["rank"], rows, ranks)
+        padded_rows = expand(first_rows, rows)
+
+        arriving = shares[(shares["rank"] == self._groups.rank) & (shares["source"] != NO_RANK)]
+        arriving = arriving[np.argsort(arriving["source"], kind="stable")]
+        rows = arriving["stop"] - arriving["start"]
+        received = _counts(arriving["source"], rows, ranks)
+        held_rows = expand(arriving["offset"], rows)
+        return _Way(
+            torch.from_numpy(padded_rows).to(self._device, non_blocking=True),
+            torch.from_numpy(held_rows).to(self._device, non_blocking=True),
+            sent,
+            received,
         )
 
     def forth(self, padded_F: Tensor) -> Tensor:
-        """Send rows [F, ...] of padded batches; return the rows [N, ...] that this rank holds."""
-        arrived = self._exchanged(
-            padded_F.index_select(0, self._padded_index), self._sent, self._received
-        )
+        """Return the rows [N, ...] that this rank holds, given the rows [F, ...] of the padded batches."""
+        way = self._forth
+        arrived = self._exchanged(padded_F.index_select(0, way.padded_rows), way.sent, way.received)
         return arrived.new_zeros((self.held_rows, *arrived.shape[1:])).index_copy_(
-            0, self._held_index, arrived
+            0, way.held_rows, arrived
         )
 
     def back(self, held_N: Tensor) -> Tensor:
-        """Send rows [N, ...] that ranks hold; return the rows [F, ...] of the padded batch."""
-        arrived = self._exchanged(
-            held_N.index_select(0, self._held_index), self._received, self._sent
-        )
+        """Return the rows [F, ...] of the padded batch, given the rows [N, ...] that the ranks hold."""
+        way = self._back
+        arrived = self._exchanged(held_N.index_select(0, way.held_rows), way.received, way.sent)
         return arrived.new_zeros((self.shape.numel(), *arrived.shape[1:])).index_copy_(
-            0, self._padded_index, arrived
+            0, way.padded_rows, arrived
         )
+
+    def gradients(self, padded_F: Tensor) -> Tensor:
+        """Return gradients [N, ...] of the rows that this rank holds, given those of `back`'s result.
+
+        Gradients of all readers of a row are added up, in a fixed order.
+        """
+        if self._rounds is None:
+            return self.forth(padded_F)
+        way = self._back
+        arrived = self._exchanged(padded_F.index_select(0, way.padded_rows), way.sent, way.received)
+        sums = arrived.new_zeros((self.held_rows, *arrived.shape[1:]), dtype=torch.float32)
+        for entries in self._rounds:
+            sums.index_add_(
+                0, way.held_rows[entries], arrived.index_select(0, entries).to(sums.dtype)
+            )
+        return sums.to(arrived.dtype)
 
     def _exchanged(self, rows: Tensor, sent: list[int], received: list[int]) -> Tensor:
         """Return the rows that arrive here, by the rank that they come from."""
@@ -281,6 +445,18 @@ class RowTravel:
         return arriving
 
 
+def _rounds(rows: Tensor) -> list[Tensor]:
+    """Divide the entries of a tensor of row numbers into rounds in which no row comes twice."""
+    numbers = rows.cpu().numpy()
+    by_row = np.argsort(numbers, kind="stable")
+    nth = np.empty(len(numbers), np.int64)
+    nth[by_row] = np.arange(len(numbers)) - np.searchsorted(numbers[by_row], numbers[by_row])
+    return [
+        torch.from_numpy(np.flatnonzero(nth == number)).to(rows.device)
+        for number in range(int(nth.max(initial=-1)) + 1)
+    ]
+
+
 def _counts(ranks: NDArray[np.int64], rows: NDArray[np.int64], number_of_ranks: int) -> list[int]:
     counts: list[int] = (
         np.bincount(ranks, weights=rows, minlength=number_of_ranks).astype(int).tolist()
@@ -294,7 +470,7 @@ def _as_bytes(rows: Tensor) -> Tensor:
 
 
 class _Back(torch.autograd.Function):
-    """`RowTravel.back` of several tensors; gradients travel forth.
+    """`RowTravel.back` of several tensors; gradients travel by `RowTravel.gradients`.
 
     One node has all tensors of all micro-batches, so that every rank exchanges gradients, whatever
     its loss reads.
@@ -307,7 +483,7 @@ class _Back(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        return (None, *(ctx.travel.forth(gradient) for gradient in gradients))
+        return (None, *(ctx.travel.gradients(gradient) for gradient in gradients))
 
 
 @dataclass(frozen=True, eq=False)
@@ -349,6 +525,7 @@ class PaddedBatches:
         dispatcher: plans micro-batches, and binds and carries out their plans.
         count: is called with each batch that a model is about to train on.
         at_once: why a batch that a model trains on must be one micro-batch; None if it need not.
+        share_prefixes: whether equal beginnings of sequences are computed once.
     """
 
     def __init__(
@@ -357,10 +534,12 @@ class PaddedBatches:
         count: Callable[[PackedBatch], None] | None = None,
         *,
         at_once: OneMicroBatch | None = None,
+        share_prefixes: bool = False,
     ) -> None:
+        self._share_prefixes = share_prefixes
         self.dispatcher, self._count, self._at_once = dispatcher, count, at_once
-        # By lengths, and by whether there will be a backward; the latest last.
-        self._plans: dict[tuple[tuple[tuple[int, ...], ...], bool], PlannedSequences] = {}
+        # By lengths and hashes, and by whether there will be a backward; the latest last.
+        self._plans: dict[tuple[tuple[OfRank, ...], bool], PlannedSequences] = {}
         self._settings = dispatcher.settings  # of those plans
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "PaddedBatches":
@@ -378,16 +557,17 @@ class PaddedBatches:
         groups, limits = self.dispatcher.groups, self.dispatcher.limits
         given: list[tuple[PaddedBatch, Sequences]] = []
 
-        def lengths() -> tuple[int, ...]:
+        def lengths_and_hashes() -> OfRank:
             batch = read()
-            given.append((batch, read_sequences(batch, limits)))
-            return tuple(given[0][1].lengths.tolist())
+            sequences = read_sequences(batch, limits, share_prefixes=self._share_prefixes)
+            given.append((batch, sequences))
+            return tuple(sequences.lengths.tolist()), sequences.hashes
 
         planned = self._planned(
-            tuple(groups.all_gather_checked(lengths, of="lengths of sequences"))
+            tuple(groups.all_gather_checked(lengths_and_hashes, of="lengths of sequences"))
         )
         ((batch, sequences),) = given
-        travel = RowTravel(planned.shares, sequences, batch.mask.shape, groups, batch.mask.device)
+        travel = RowTravel(planned, sequences, batch.mask.shape, groups, batch.mask.device)
         rows_NC = travel.forth(
             torch.stack([column_BL.flatten() for column_BL in batch.columns.values()], 1)
         )
@@ -418,15 +598,19 @@ class PaddedBatches:
         if self._count is not None:
             self._count(packed)
 
-    def _planned(self, lengths_of_ranks: tuple[tuple[int, ...], ...]) -> PlannedSequences:
+    def _planned(self, of_ranks: tuple[OfRank, ...]) -> PlannedSequences:
         if self._settings is not self.dispatcher.settings:
             self._plans.clear()
             self._settings = self.dispatcher.settings
         has_backward, settings = torch.is_grad_enabled(), self._settings
         if settings.choices is not None and not has_backward:
             settings = replace(settings, choices=settings.choices.forward_only())
-        key = lengths_of_ranks, has_backward or settings.choices is None
-        planned = self._plans.pop(key, None) or plan_sequences(lengths_of_ranks, settings)
+        key = of_ranks, has_backward or settings.choices is None
+        planned = self._plans.pop(key, None)
+        if planned is None:
+            lengths = [lengths for lengths, _ in of_ranks]
+            hashes = [hashes for _, hashes in of_ranks if hashes is not None]
+            planned = plan_sequences(lengths, settings, hashes if self._share_prefixes else None)
         self._plans[key] = planned
         if len(self._plans) > PLANS_KEPT:
             del self._plans[next(iter(self._plans))]

@@ -16,8 +16,10 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from hf_distca.collator.refusals import Data
+from hf_distca.config import DistCAConfig
 from hf_distca.dispatch.padded import PackedBatch, PaddedBatch, PaddedBatches
 from hf_distca.models.decoder import base_model, stock_forward
+from hf_distca.models.mixing import all_mixing_modules
 from hf_distca.patches.modules import subclass, uncompiled
 from hf_distca.plan import PLAN_KEY
 
@@ -40,6 +42,22 @@ def pack_backbone(model: nn.Module, batches: PaddedBatches) -> None:
         if hasattr(type(base), "generate"):
             base.__class__ = subclass(type(base), _Generating)
     backbone.batches = batches
+
+
+def why_not_shared(model: nn.Module, config: DistCAConfig) -> str | None:
+    """Return why computing equal beginnings of sequences once would change results; None if not.
+
+    Each sequence then is computed alone, and the results are those of the padded batch.
+    """
+    if all_mixing_modules(model):
+        return "some layers mix rows otherwise than by attention"
+    if any(isinstance(module, nn.Dropout) and module.p > 0 for module in model.modules()):
+        return "dropout is drawn for each row"
+    if getattr(base_model(model).config, "output_router_logits", False):
+        return "the router's auxiliary loss counts rows"
+    if config.attention_servers != 0:
+        return "attention servers compute whole documents only"
+    return None
 
 
 class _Generating:

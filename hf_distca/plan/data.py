@@ -83,14 +83,29 @@ class AttentionKind:
 
 
 @dataclass(frozen=True, eq=False)
+class Branches:
+    """Documents of a prefix tree that continue other documents.
+
+    The path of a document is all rows that it attends to: rows [0, start) of its parent's path, and
+    then its own rows. Rows are numbered along the path, so that the first own row is `start`.
+    """
+
+    parents: NDArray[np.int64]  # [documents] document that each one continues; -1 for none
+    starts: NDArray[np.int64]  # [documents] first own row; 0 without a parent
+
+
+@dataclass(frozen=True, eq=False)
 class Layout:
     """All segments of one micro-batch."""
 
-    lengths: NDArray[np.int64]  # [documents] tokens; a document attends causally to itself only
+    lengths: NDArray[np.int64]
+    """[documents] one past the last row of each document. A document attends causally to its own
+    rows and to the rows of its path before them only."""
     segments: NDArray[np.void]
     """[segments] of dtype SEGMENT by (rank, offset): all rows of all documents, and of each rank
     [0, n), once."""
     ranks: int
+    branches: Branches | None = None  # None: no document continues another
 
     @property
     def tokens(self) -> NDArray[np.int64]:
@@ -104,7 +119,17 @@ class Layout:
     def has_cuts(self) -> bool:
         """Whether any document lies in several segments."""
         rows = self.segments["stop"] - self.segments["start"]
-        return bool(np.any(rows < self.lengths[self.segments["document"]]))
+        return bool(np.any(rows < self.own_lengths[self.segments["document"]]))
+
+    @property
+    def own_lengths(self) -> NDArray[np.int64]:
+        """[documents] int64: rows of each document, without the rows of its path before it."""
+        return self.lengths - self.own_starts
+
+    @property
+    def own_starts(self) -> NDArray[np.int64]:
+        """[documents] int64: first row of each document; 0 for one that continues no other."""
+        return np.zeros_like(self.lengths) if self.branches is None else self.branches.starts
 
     def of_rank(self, rank: int) -> NDArray[np.void]:
         """Return the segments of one rank in the order of its rows."""

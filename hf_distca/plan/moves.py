@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from hf_distca.plan import TASK, Plan
+from hf_distca.plan import TASK, Branches, Plan
 from hf_distca.plan.intervals import (
     ROW_LIMIT,
     ROWS,
@@ -36,6 +36,7 @@ from hf_distca.plan.intervals import (
     table_of,
     union,
 )
+from hf_distca.plan.paths import along_paths
 
 MOVE = np.dtype(
     [
@@ -84,7 +85,7 @@ def rows_to_move(plan: Plan) -> tuple[Table, Table, Table]:
     if plan.window is not None and plan.stage_rows is not None:
         task, queries = _in_stages_of_windows(queries, plan.stage_rows, plan.window, ranks)
         _set_keys(queries, segment["start"][task], plan.window)
-    keys = _moves_of_keys(queries, segments, plan.workers)
+    keys = _moves_of_keys(queries, segments, plan.workers, plan.layout.branches)
     for moves in (queries, keys):
         moves["document"] += moves["stage"] * len(plan.layout.lengths)
     first, second, forwarded = forward_inside_nodes(keys, plan.nodes or (0,) * plan.workers, ranks)
@@ -126,7 +127,9 @@ def _moves_from_segments(rows: Table, segments: Table) -> tuple[Table, Table]:
     return moves, segment
 
 
-def _moves_of_keys(queries: Table, segments: Table, workers: int) -> Table:
+def _moves_of_keys(
+    queries: Table, segments: Table, workers: int, branches: Branches | None
+) -> Table:
     """Return moves of all K/V rows that are sent to queries, once per worker and stage."""
     reading = queries.compress(queries["keys_stop"] > queries["keys_start"])
     keys = table_of(
@@ -136,6 +139,8 @@ def _moves_of_keys(queries: Table, segments: Table, workers: int) -> Table:
         stop=reading["keys_stop"],
         worker=reading["target"] + workers * reading["stage"],  # a worker is another in each stage
     )
+    if branches is not None:
+        keys, _ = along_paths(keys, branches)
     moves, _ = _moves_from_segments(union(keys), segments)
     moves["stage"], moves["target"] = np.divmod(moves["target"], workers)
     return moves

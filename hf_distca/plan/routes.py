@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hf_distca.plan import Plan
+from hf_distca.plan import Branches, Plan
 from hf_distca.plan.cost import pairs
 from hf_distca.plan.intervals import (
     ROWS,
@@ -30,10 +30,14 @@ from hf_distca.plan.intervals import (
     rows_before,
     table_of,
 )
-from hf_distca.plan.moves import rows_to_move
+from hf_distca.plan.moves import MOVE, rows_to_move
+from hf_distca.plan.paths import along_paths
 
 UNEVEN = 0.25
 """Difference of two halves, as a share of all pairs, above which a task is cut."""
+READ = np.dtype([*MOVE.descr, ("task", np.int64), ("keys_document", np.int64)])
+"""Queries of a task, and K/V rows [keys_start, keys_stop) of one document and one stage that they
+read. The document is the task's own or lies on its path."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -171,8 +175,9 @@ def make_routes(plan: Plan, rank: int) -> Routes:
 
     # 2. The K/V rows that arrive, and which of them each task reads in each stage.
     arrivals = _arrivals(first_hop, second_hop, rank)
-    read_by_local = _by_stage(remote_kv, arrivals)
-    read_by_received = _by_stage(remote_query, arrivals)
+    branches = plan.layout.branches
+    read_by_local = _reads(remote_kv, arrivals, branches)
+    read_by_received = _reads(remote_query, arrivals, branches)
 
     # 3. For each stage: the exchanges, and the tasks on its rows.
     made = []
@@ -180,9 +185,11 @@ def make_routes(plan: Plan, rank: int) -> Routes:
         by_local = read_by_local.compress(read_by_local["stage"] == stage)
         by_received = read_by_received.compress(read_by_received["stage"] == stage)
         if plan.window is None:
-            remote_kv_tasks = _before_queries(by_local, arrivals)
+            remote_kv_tasks = _before_queries(by_local, arrivals, branches)
+            prefix_tasks = _before_queries(by_received, arrivals, branches)
         else:
             remote_kv_tasks = _up_to_queries(by_local, arrivals, plan.window)
+            prefix_tasks = _before_queries(by_received[:0], arrivals, branches)
         made.append(
             Stage(
                 keys=_exchanged(first_hop.compress(first_hop["stage"] == stage), rank, plan),
@@ -191,7 +198,7 @@ def make_routes(plan: Plan, rank: int) -> Routes:
                 ),
                 remote_kv=remote_kv_tasks,
                 remote_query=_up_to_queries(by_received, arrivals, plan.window),
-                remote_query_prefix=_before_queries(by_received, arrivals),
+                remote_query_prefix=prefix_tasks,
             )
         )
     return Routes(
@@ -205,7 +212,7 @@ def make_routes(plan: Plan, rank: int) -> Routes:
 def nothing_moves(plan: Plan) -> bool:
     """Return whether every rank holds rows, all of whole documents, and computes exactly these."""
     layout, tasks = plan.layout, plan.tasks
-    if layout.has_cuts or not layout.tokens.all():
+    if layout.branches is not None or layout.has_cuts or not layout.tokens.all():
         return False
     rank = np.empty(len(layout.lengths), np.int64)
     rank[layout.segments["document"]] = layout.segments["rank"]
@@ -254,26 +261,32 @@ def _rows_by_worker(moves: Table, peer: str, workers: int) -> IntArray:
     return np.bincount(moves[peer], row_counts(moves), workers).astype(np.int64)
 
 
-def _by_stage(tasks: Table, arrivals: Table) -> Table:
-    """Cut tasks by the stages of the K/V rows that they read.
-
-    Returns:
-        A table of the dtype of `tasks`, by (task, first K/V row). An entry has the queries of its
-        task and a stretch [keys_start, keys_stop) of K/V rows that arrive in one stage.
-    """
+def _reads(tasks: Table, arrivals: Table, branches: Branches | None) -> Table:
+    """Return what tasks read, a table of dtype READ, by (task, first K/V row)."""
     stretches = merge_touching(arrivals, "stage")
-    task, stretch, start, stop = overlaps(_keys(tasks), stretches)
-    reads = tasks.take(task)
-    reads["keys_start"] = start
-    reads["keys_stop"] = stop
-    reads["stage"] = stretches["stage"][stretch]
-    return reads
-
-
-def _keys(tasks: Table) -> Table:
-    """Return the K/V rows that are sent to tasks, a table of dtype ROWS."""
-    return table_of(
+    keys = table_of(
         ROWS, document=tasks["document"], start=tasks["keys_start"], stop=tasks["keys_stop"]
+    )
+    task_of_keys = np.arange(len(tasks))
+    if branches is not None:
+        keys, task_of_keys = along_paths(keys, branches)
+    entry, stretch, start, stop = overlaps(keys, stretches)
+    task = task_of_keys[entry]
+    columns = {name: tasks[name][task] for name in MOVE.names or ()}
+    columns |= {
+        "task": task,
+        "keys_document": keys["document"][entry],
+        "keys_start": start,
+        "keys_stop": stop,
+        "stage": stretches["stage"][stretch],
+    }
+    return table_of(READ, **columns)
+
+
+def _keys(reads: Table) -> Table:
+    """Return the K/V rows of reads, a table of dtype ROWS."""
+    return table_of(
+        ROWS, document=reads["keys_document"], start=reads["keys_start"], stop=reads["keys_stop"]
     )
 
 
@@ -309,47 +322,90 @@ def _in_place(local: Table, window: int | None) -> CallTasks:
 
 def _up_to_queries(reads: Table, arrivals: Table, window: int | None) -> CallTasks:
     """Return the queries whose own K/V rows are the last ones of a stretch, with all its rows."""
-    reads = reads.compress(np.maximum(reads["start"], reads["keys_start"]) < reads["keys_stop"])
-    start = np.maximum(reads["start"], reads["keys_start"])  # first query
-    q_lens = reads["keys_stop"] - start
-    k_lens = reads["keys_stop"] - reads["keys_start"]
+    # 1. A window that reaches over several documents of a path is one stretch of several reads.
+    continues = np.zeros(len(reads), np.bool_)
+    if window is not None:
+        is_same_task = reads["task"][1:] == reads["task"][:-1]
+        continues[1:] = is_same_task & (reads["keys_start"][1:] == reads["keys_stop"][:-1])
+    first = np.flatnonzero(~continues)
+    stretches = reads.take(first)
+    stretches["keys_stop"] = np.maximum.reduceat(reads["keys_stop"], first) if len(first) else 0
+
+    # 2. The queries from the first row of the stretch on, if it reaches so far.
+    start = np.maximum(stretches["start"], stretches["keys_start"])
+    has_queries = start < stretches["keys_stop"]
+    reads = reads.compress(has_queries[np.cumsum(~continues) - 1])
+    stretches, start = stretches.compress(has_queries), start[has_queries]
+    q_lens = stretches["keys_stop"] - start
+    k_lens = stretches["keys_stop"] - stretches["keys_start"]
     return CallTasks(
         q_lens,
         k_lens,
-        q_rows=expand(reads["offset"] - reads["start"] + start, q_lens),
+        q_rows=expand(stretches["offset"] - stretches["start"] + start, q_lens),
         k_rows=_positions(_keys(reads), arrivals),
         task_pairs=pairs(k_lens - q_lens, k_lens, window),
     )
 
 
-def _before_queries(reads: Table, arrivals: Table) -> CallTasks:
+def _before_queries(reads: Table, arrivals: Table, branches: Branches | None) -> CallTasks:
     """Return queries with all K/V rows of a stage that come before them in the document.
 
     Queries of a task that lie after its last stretch see all stretches. Queries between two
-    stretches see the earlier ones. Both become tasks of the kernel call.
+    stretches see the earlier ones. Both become tasks of the kernel call. Branches that see the same
+    rows become one task, which gathers them once.
     """
-    # 1. The stretches of a task follow each other.
-    document, task_start = reads["document"], reads["start"]
-    continues = (document[1:] == document[:-1]) & (task_start[1:] == task_start[:-1])
-    task = np.zeros(len(reads), np.int64)
-    task[1:] = np.cumsum(~continues)
+    # 1. The queries between each stretch and the next one, or the end of the task.
     is_followed = np.zeros(len(reads), np.bool_)
-    is_followed[:-1] = continues
-
-    # 2. The queries between each stretch and the next one, or the end of the task.
-    start = np.maximum(task_start, reads["keys_stop"])
+    is_followed[:-1] = reads["task"][1:] == reads["task"][:-1]
+    start = np.maximum(reads["start"], reads["keys_stop"])
     next_start = np.zeros(len(reads), np.int64)
     next_start[:-1] = start[1:]
     stop = np.where(is_followed, np.minimum(next_start, reads["stop"]), reads["stop"])
     has_queries = np.flatnonzero(start < stop)
     q_lens = (stop - start)[has_queries]
-    q_rows = expand((reads["offset"] - task_start + start)[has_queries], q_lens)
+    first_query = (reads["offset"] - reads["start"] + start)[has_queries]
 
-    # 3. The stretches up to these queries.
-    first = np.searchsorted(task, task[has_queries])
+    # 2. The stretches up to these queries.
+    first = np.searchsorted(reads["task"], reads["task"][has_queries])
     counts = has_queries - first + 1
     stretches = _keys(reads.take(expand(first, counts)))
     reader = np.repeat(np.arange(len(has_queries)), counts)
-    k_lens = np.bincount(reader, row_counts(stretches), len(has_queries)).astype(np.int64)
+
+    # 3. With branches, one task of the kernel call for all queries that see the same stretches.
+    if branches is not None:
+        order, task_of_reader = _readers_of_equal_rows(stretches, counts)
+        tasks = len(np.unique(task_of_reader))
+        first_query, rows = first_query[order], q_lens[order]
+        q_lens = np.bincount(task_of_reader, q_lens, tasks).astype(np.int64)
+        is_kept = np.zeros(len(has_queries), np.bool_)  # the first reader of each task
+        is_kept[np.unique(task_of_reader, return_index=True)[1]] = True
+        stretches = stretches.compress(is_kept[reader])
+        reader = task_of_reader[reader[is_kept[reader]]]
+        q_rows = expand(first_query, rows)
+    else:
+        q_rows = expand(first_query, q_lens)
+    k_lens = np.bincount(reader, row_counts(stretches), len(q_lens)).astype(np.int64)
     k_rows = _positions(stretches, arrivals, reader)
     return CallTasks(q_lens, k_lens, q_rows, k_rows, q_lens * k_lens)
+
+
+def _readers_of_equal_rows(stretches: Table, counts: IntArray) -> tuple[IntArray, IntArray]:
+    """Give readers of the same rows the same number, from 0 on, in the order of their first one.
+
+    Args:
+        stretches: entries (document, start, stop), reader after reader.
+        counts: [readers] entries of each reader.
+
+    Returns:
+        The readers in the order of their numbers; [readers] the number of each.
+    """
+    numbers: dict[bytes, int] = {}
+    stops = np.cumsum(counts).tolist()
+    number_of_reader = np.array(
+        [
+            numbers.setdefault(stretches[stop - count : stop].tobytes(), len(numbers))
+            for stop, count in zip(stops, counts.tolist(), strict=True)
+        ],
+        np.int64,
+    )
+    return np.argsort(number_of_reader, kind="stable"), number_of_reader

@@ -285,8 +285,10 @@ def _remote_calls(
     stage: int, calls: frozenset[CallKey], stages: int, *, windowed: bool
 ) -> tuple[tuple[KernelCall, ...], tuple[KernelCall, ...]]:
     """Return the kernel calls of a stage on remote-query tasks, and those on remote-KV tasks."""
-    # With several stages a received query reads K/V rows of more than one, and its results merge.
-    merges = stages > 1 and not windowed
+    # A received query reads K/V rows in several calls, and its results merge: of several stages, or
+    # of the documents that its own continues.
+    has_prefix = any(tasks == "remote-query prefix" for tasks, _ in calls)
+    merges = not windowed and (stages > 1 or has_prefix)
     remote_query = KernelCall("remote-query", "received", "received", first=not merges, stage=stage)
     prefix = replace(remote_query, tasks="remote-query prefix", causal=False)
     remote_kv = KernelCall(

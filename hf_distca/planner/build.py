@@ -20,6 +20,7 @@ from hf_distca.plan.metrics import exchange_figures, loads_of
 from hf_distca.plan.stages import usual_stages, with_stages
 from hf_distca.planner.balance import balance
 from hf_distca.planner.bin_packing import split_documents, whole_documents
+from hf_distca.planner.branches import Forest, reach, with_branches
 from hf_distca.planner.joint import joint_layout
 from hf_distca.planner.layout import fixed_layout, layout_of_kind, mirrored
 from hf_distca.planner.settings import PlanSettings
@@ -40,18 +41,22 @@ def local_plan(layout: Layout, kind: AttentionKind) -> Plan:
     return Plan(layout, local_tasks(layout.segments), layout.ranks, kind.window)
 
 
-def nano_batches_as_set(lengths: IntArray, settings: PlanSettings) -> tuple[NanoBatch, ...]:
+def nano_batches_as_set(
+    lengths: IntArray, settings: PlanSettings, forest: Forest | None = None
+) -> tuple[NanoBatch, ...]:
     """Lay out the documents of one global micro-batch and balance their core attention.
 
     The plan has one stage.
+
+    Args:
+        forest: the documents are its trees; None if no document continues another.
     """
     if settings.document_layout == "whole":
-        return _on_ranks(
-            lengths, whole_documents(lengths, settings.ranks, settings.tokens_per_rank), settings
-        )
+        on_ranks = whole_documents(lengths, settings.ranks, settings.tokens_per_rank)
+        return _on_ranks(lengths, on_ranks, settings, forest)
     groups = split_documents(lengths, settings.ranks) if settings.ping_pong else None
     groups = groups or [np.arange(len(lengths))]
-    sizes = settings.node_sizes
+    sizes, window = settings.node_sizes, reach(settings.dominant_kind, forest)
     layouts = []
     for number, group in enumerate(groups):
         # Each layout gives one row more to its first ranks. Mirroring the second, with its nodes,
@@ -64,12 +69,12 @@ def nano_batches_as_set(lengths: IntArray, settings: PlanSettings) -> tuple[Nano
                 settings.ranks,
                 settings.tokens_per_rank,
                 node_sizes=sizes[::-1] if sizes and number else sizes,
-                window=settings.dominant_kind.window or settings.dominant_kind.chunk,
+                window=window,
                 balance_tolerance=settings.balance_tolerance,
                 balance_block_size=settings.balance_block_size,
             )
         layouts.append(mirrored(layout) if number else layout)
-    return _balanced(groups, layouts, settings)
+    return _balanced(groups, layouts, settings, forest)
 
 
 def nano_batches_placed(
@@ -90,7 +95,10 @@ def lengths_of(placed: Sequence[Sequence[int]]) -> IntArray:
 
 
 def _on_ranks(
-    lengths: IntArray, on_ranks: Sequence[IntArray], settings: PlanSettings
+    lengths: IntArray,
+    on_ranks: Sequence[IntArray],
+    settings: PlanSettings,
+    forest: Forest | None = None,
 ) -> tuple[NanoBatch, ...]:
     """Plan each rank's whole documents, in the order of its rows.
 
@@ -110,16 +118,21 @@ def _on_ranks(
     layouts = [
         fixed_layout([lengths[documents].tolist() for documents in each]) for each in divided
     ]
-    return _balanced([np.concatenate(each) for each in divided], layouts, settings)
+    return _balanced([np.concatenate(each) for each in divided], layouts, settings, forest)
 
 
 def _balanced(
-    groups: Sequence[IntArray], layouts: Sequence[Layout], settings: PlanSettings
+    groups: Sequence[IntArray],
+    layouts: Sequence[Layout],
+    settings: PlanSettings,
+    forest: Forest | None,
 ) -> tuple[NanoBatch, ...]:
-    return tuple(
-        NanoBatch(group, layout, {kind: balance(layout, kind, settings) for kind in settings.kinds})
-        for group, layout in zip(groups, layouts, strict=True)
-    )
+    nano_batches = []
+    for group, layout in zip(groups, layouts, strict=True):
+        documents, laid_out = with_branches(group, layout, forest)
+        plans = {kind: balance(laid_out, kind, settings) for kind in settings.kinds}
+        nano_batches.append(NanoBatch(documents, laid_out, plans))
+    return tuple(nano_batches)
 
 
 def finished(
@@ -129,6 +142,7 @@ def finished(
     stages: int | None = None,
     choice: PlanChoice | None = None,
     counted: Sequence[Mapping[AttentionKind, CountedPlan]] = (),
+    forest: Forest | None = None,
 ) -> MicroBatchPlan:
     """Divide K/V rows of balanced nano-batches into stages, and add figures for logs.
 
@@ -153,7 +167,7 @@ def finished(
             plans[kind] = with_stages(plan, buffer_rows, stages=count, together=together, most=most)
         staged.append(replace(nano, plans=plans))
     kind = settings.dominant_kind
-    packed = loads_as_packed(lengths, settings)
+    packed = loads_as_packed(lengths, settings, forest)
     planned = np.sum([loads_of(nano.plans[kind]) for nano in nano_batches], axis=0)
     summary = PlanSummary(
         packed_max_over_mean=float(packed.max() / packed.mean()),
@@ -165,12 +179,14 @@ def finished(
     return MicroBatchPlan(tuple(staged), summary, choice=choice)
 
 
-def packed_seconds(lengths: IntArray, settings: PlanSettings, costs: StepCosts) -> float:
+def packed_seconds(
+    lengths: IntArray, settings: PlanSettings, costs: StepCosts, forest: Forest | None = None
+) -> float:
     """Return the seconds of documents packed in order, without exchanges.
 
     Runs of mixing layers are left out, too.
     """
-    packed = fixed_layout([lengths.tolist()], settings.ranks)
+    packed = _packed(lengths, settings, forest)
     seconds = packed.tokens * costs.token + costs.depth * costs.launches * (
         1 + costs.backward_factor
     )
@@ -191,11 +207,18 @@ def packed_seconds(lengths: IntArray, settings: PlanSettings, costs: StepCosts) 
     return costs.until_done(seconds, float(seconds.max()))
 
 
-def loads_as_packed(lengths: IntArray, settings: PlanSettings) -> IntArray:
+def loads_as_packed(
+    lengths: IntArray, settings: PlanSettings, forest: Forest | None = None
+) -> IntArray:
     """Return [ranks] int64: query-key pairs if documents are packed in order.
 
     The pairs are those of a layer of the dominant kind.
     """
-    return loads_of(
-        local_plan(fixed_layout([lengths.tolist()], settings.ranks), settings.dominant_kind)
-    )
+    return loads_of(local_plan(_packed(lengths, settings, forest), settings.dominant_kind))
+
+
+def _packed(lengths: IntArray, settings: PlanSettings, forest: Forest | None) -> Layout:
+    """Return the layout of documents that are packed in order."""
+    packed = fixed_layout([lengths.tolist()], settings.ranks)
+    _, layout = with_branches(np.arange(len(lengths)), packed, forest)
+    return layout

@@ -34,6 +34,7 @@ from numpy.typing import NDArray
 from hf_distca.plan import AttentionKind, MicroBatchPlan, NanoBatch, PlanChoice
 from hf_distca.plan.nodes import node_sizes
 from hf_distca.plan.stages import usual_stages
+from hf_distca.planner.branches import Forest, seconds_of
 from hf_distca.planner.build import (
     finished,
     lengths_of,
@@ -53,7 +54,7 @@ from hf_distca.planner.groups import (
 from hf_distca.planner.layout import check_capacity
 from hf_distca.planner.settings import UNBALANCED, Choices, PlanSettings
 from hf_distca.predict.counts import CountedPlan, count_plan
-from hf_distca.predict.walk import Walked, document_seconds, in_stages, predict_step
+from hf_distca.predict.walk import Walked, in_stages, predict_step
 
 IntArray = NDArray[np.int64]
 FloatArray = NDArray[np.float64]
@@ -118,13 +119,19 @@ class PlannedCandidate:
         return self.step.seconds
 
 
-def choose(lengths: IntArray, settings: PlanSettings, choices: Choices) -> MicroBatchPlan:
+def choose(
+    lengths: IntArray, settings: PlanSettings, choices: Choices, forest: Forest | None = None
+) -> MicroBatchPlan:
     """Plan a micro-batch with the least predicted time.
+
+    Args:
+        forest: the documents are its trees; None if no document continues another.
 
     Raises:
         ValueError: see `plan_micro_batch`.
     """
-    search = _Search(lengths, settings, choices, partial(nano_batches_as_set, lengths))
+    as_set = partial(nano_batches_as_set, lengths, forest=forest)
+    search = _Search(lengths, settings, choices, as_set, forest)
     if settings.document_layout == "joint" and choices.groups:
         check_capacity(lengths, settings.ranks, settings.tokens_per_rank)
         listed = search.in_groups()
@@ -207,7 +214,9 @@ class _Search:
         settings: PlanSettings,
         choices: Choices,
         as_set: Callable[[PlanSettings], tuple[NanoBatch, ...]],
+        forest: Forest | None = None,
     ) -> None:
+        self._forest = forest
         costs = choices.costs
         self._lengths = lengths
         self._choices = choices
@@ -221,7 +230,7 @@ class _Search:
         )
         self._node_sizes = node_sizes(settings.ranks, settings.ranks_per_node)
         self._speeds: FloatArray = 1 / np.array(costs.slowness or (1.0,) * settings.ranks)
-        self._seconds = document_seconds(lengths, costs)
+        self._seconds = seconds_of(lengths, costs, forest)
         # Seconds that every rank computes if all ranks finish together.
         self._even_share = float(self._seconds.sum() / self._speeds.sum())
 
@@ -419,7 +428,13 @@ class _Search:
             return None
         for count in candidate.nano_batches:
             in_groups = nano_batches_in_groups(
-                self._lengths, candidate.placing, settings, self._costs, count, evenly=evenly
+                self._lengths,
+                candidate.placing,
+                settings,
+                self._costs,
+                count,
+                evenly=evenly,
+                forest=self._forest,
             )
             if in_groups is not None:
                 return in_groups
@@ -486,6 +501,14 @@ class _Search:
             tolerance=fastest.candidate.tolerance,
             seconds=step.seconds,
             attention=tuple(step.attention.tolist()),
-            packed_seconds=packed_seconds(self._lengths, self._settings, self._costs),
+            packed_seconds=packed_seconds(self._lengths, self._settings, self._costs, self._forest),
         )
-        return finished(self._lengths, nano_batches, self._settings, stages, choice, counted)
+        return finished(
+            self._lengths,
+            nano_batches,
+            self._settings,
+            stages,
+            choice,
+            counted,
+            self._forest,
+        )

@@ -23,12 +23,12 @@ from hf_distca.planner.bin_packing import (
     ranks_of_whole,
     split_documents,
 )
+from hf_distca.planner.branches import Forest, reach, seconds_of, with_branches
 from hf_distca.planner.build import local_plan
 from hf_distca.planner.joint import joint_segments
 from hf_distca.planner.layout import assemble
 from hf_distca.planner.settings import PlanSettings
 from hf_distca.predict.seconds import StepCosts
-from hf_distca.predict.walk import document_seconds
 
 IntArray = NDArray[np.int64]
 FloatArray = NDArray[np.float64]
@@ -259,6 +259,7 @@ def nano_batches_in_groups(
     count: int,
     *,
     evenly: bool,
+    forest: Forest | None = None,
 ) -> tuple[NanoBatch, ...] | None:
     """Lay out each group's documents on its ranks and balance core attention there, in one stage.
 
@@ -266,6 +267,7 @@ def nano_batches_in_groups(
         count: number of nano-batches.
         evenly: divide each long document evenly over its whole group and leave the others whole;
             otherwise the joint layout cuts as few documents as it can.
+        forest: the documents are its trees; None if no document continues another.
 
     Returns:
         None if the documents of a group cannot form two nano-batches, or a rank would hold no row
@@ -273,7 +275,7 @@ def nano_batches_in_groups(
     """
     # 1. Place the documents of every group on its ranks, nano-batch after nano-batch.
     groups = _groups_of(lengths, placing, settings, costs)
-    seconds = document_seconds(lengths, costs)
+    seconds = seconds_of(lengths, costs, forest)
     segments_of_groups = []
     for group in groups:
         nano_batches = [group.documents]
@@ -283,7 +285,7 @@ def nano_batches_in_groups(
             room = np.full(group.ranks, settings.tokens_per_rank)
             segments = _divided_in_group(lengths, seconds, group, nano_batches, room)
         else:
-            segments = _joint_in_group(lengths, group, nano_batches, settings)
+            segments = _joint_in_group(lengths, group, nano_batches, settings, forest)
         if len(segments) < count:
             return None
         segments_of_groups.append(segments)
@@ -301,7 +303,7 @@ def nano_batches_in_groups(
         layout = assemble(lengths[documents], table, settings.ranks, by_document=True)
         if int(layout.tokens.min()) == 0:
             return None
-        laid_out.append((documents, layout))
+        laid_out.append(with_branches(documents, layout, forest))
     # 4. Balance core attention inside the groups.
     slack_of_ranks = np.repeat([group.slack for group in groups], placing.sizes)
     finished = []
@@ -387,7 +389,11 @@ def _divided_in_group(
 
 
 def _joint_in_group(
-    lengths: IntArray, group: _Group, nano_batches: Sequence[IntArray], settings: PlanSettings
+    lengths: IntArray,
+    group: _Group,
+    nano_batches: Sequence[IntArray],
+    settings: PlanSettings,
+    forest: Forest | None,
 ) -> list[Table]:
     """Place a group's documents with few cuts.
 
@@ -403,7 +409,9 @@ def _joint_in_group(
         else:
             # The first ranks get one row more, in the second nano-batch the last ranks: so no rank
             # holds too many rows.
-            segments = _joint_on_ranks(lengths[documents], group, settings, backwards=number == 1)
+            segments = _joint_on_ranks(
+                lengths[documents], group, settings, forest, backwards=number == 1
+            )
         segments["document"] = documents[segments["document"]]
         segments["rank"] += group.first_rank
         tables.append(segments)
@@ -411,19 +419,23 @@ def _joint_in_group(
 
 
 def _joint_on_ranks(
-    lengths: IntArray, group: _Group, settings: PlanSettings, *, backwards: bool
+    lengths: IntArray,
+    group: _Group,
+    settings: PlanSettings,
+    forest: Forest | None,
+    *,
+    backwards: bool,
 ) -> Table:
     """Return [segments] of dtype SEGMENT of the joint layout; a group's ranks count from 0.
 
     Args:
         backwards: place documents from the last rank on.
     """
-    kind = settings.dominant_kind
     node_sizes = group.node_sizes if len(group.node_sizes) > 1 else (1,) * group.ranks
     segments = joint_segments(
         lengths,
         node_sizes[::-1] if backwards else node_sizes,
-        kind.window or kind.chunk,
+        reach(settings.dominant_kind, forest),
         group.slack,
         settings.balance_block_size,
     )

@@ -1,10 +1,11 @@
 """Layouts: which rank holds which rows of a micro-batch's documents."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
-from hf_distca.plan import SEGMENT, AttentionKind, Layout
+from hf_distca.plan import SEGMENT, AttentionKind, Branches, Layout
 from hf_distca.plan.cost import as_lengths
 from hf_distca.plan.intervals import (
     ROWS,
@@ -13,7 +14,6 @@ from hf_distca.plan.intervals import (
     expand,
     merge_touching,
     overlaps,
-    row_counts,
     rows_before,
     table_of,
 )
@@ -114,11 +114,21 @@ def layout_of_kind(layout: Layout, kind: AttentionKind) -> Layout:
     """
     if kind.chunk is None:
         return layout
-    counts = -(-layout.lengths // kind.chunk)
+    first_chunk = layout.own_starts // kind.chunk  # of each document
+    counts = -(-layout.lengths // kind.chunk) - first_chunk
     document = np.repeat(np.arange(len(counts)), counts)
-    start = kind.chunk * expand(np.zeros_like(counts), counts)
+    number = expand(first_chunk, counts)
+    start = kind.chunk * number
     stop = np.minimum(start + kind.chunk, layout.lengths[document])
-    chunks = table_of(ROWS, document=document, start=start, stop=stop)
+    first_row = np.maximum(start, layout.own_starts[document])
+    chunks = table_of(ROWS, document=document, start=first_row, stop=stop)
+    branches = None
+    if layout.branches is not None:
+        # A chunk that begins before its document continues the parent's chunk of this number.
+        parent = layout.branches.parents[document]
+        first_of = np.cumsum(counts) - counts
+        parents = np.where(first_row > start, first_of[parent] + number - first_chunk[parent], -1)
+        branches = Branches(parents, first_row - start)
     which, chunk, first, last = overlaps(layout.segments, chunks)
     segments = layout.segments.take(which)
     segments["offset"] += first - segments["start"]
@@ -127,7 +137,7 @@ def layout_of_kind(layout: Layout, kind: AttentionKind) -> Layout:
         first - start[chunk],
         last - start[chunk],
     )
-    return Layout(row_counts(chunks), segments, layout.ranks)
+    return Layout(stop - start, segments, layout.ranks, branches)
 
 
 def mirrored(layout: Layout) -> Layout:
@@ -136,4 +146,4 @@ def mirrored(layout: Layout) -> Layout:
         np.lexsort((layout.segments["offset"], -layout.segments["rank"]))
     )
     segments["rank"] = layout.ranks - 1 - segments["rank"]
-    return Layout(layout.lengths, segments, layout.ranks)
+    return replace(layout, segments=segments)

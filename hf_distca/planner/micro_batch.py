@@ -4,25 +4,37 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from hf_distca.plan import MicroBatchPlan
+from hf_distca.plan import Branches, MicroBatchPlan
+from hf_distca.planner.branches import Forest
 from hf_distca.planner.build import finished, lengths_of, nano_batches_as_set, nano_batches_placed
 from hf_distca.planner.choose import choose, choose_placed
 from hf_distca.planner.settings import PlanSettings
 
 
-def plan_micro_batch(lengths: Sequence[int], settings: PlanSettings) -> MicroBatchPlan:
+def plan_micro_batch(
+    lengths: Sequence[int], settings: PlanSettings, branches: Branches | None = None
+) -> MicroBatchPlan:
     """Lay out the documents of one global micro-batch and balance their core attention.
 
     With `settings.choices` the fastest of several plans is taken.
+
+    Args:
+        lengths: one past the last row of each document.
+        branches: which documents continue others; None if none do.
 
     Raises:
         ValueError: the ranks cannot hold the documents, or document_layout="whole" would have to
             cut one.
     """
     array = np.asarray(lengths, np.int64)
+    forest = None
+    if branches is not None and (branches.parents >= 0).any():
+        forest = Forest.of(array, branches)
+        array = forest.tree_lengths
     if settings.choices is None:
-        return finished(array, nano_batches_as_set(array, settings), settings)
-    return choose(array, settings, settings.choices)
+        nano_batches = nano_batches_as_set(array, settings, forest)
+        return finished(array, nano_batches, settings, forest=forest)
+    return choose(array, settings, settings.choices, forest)
 
 
 def plan_placed(placed: Sequence[Sequence[int]], settings: PlanSettings) -> MicroBatchPlan:

@@ -16,13 +16,24 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from hf_distca.plan import SEGMENT, TASK, AttentionKind, Direction, Layout, NanoBatch, Plan
+from hf_distca.plan import (
+    SEGMENT,
+    TASK,
+    AttentionKind,
+    Branches,
+    Direction,
+    Layout,
+    NanoBatch,
+    Plan,
+)
 from hf_distca.planner.layout import layout_of_kind
 
 WORKERS = 2**17
 """Most ranks and servers of a plan."""
 PLAN_BYTES = 2**28
 """Most bytes of a plan's tables."""
+NO_BRANCHES = Branches(np.zeros(0, np.int64), np.zeros(0, np.int64))
+"""What is sent where no document continues another."""
 
 
 @dataclass(frozen=True)
@@ -122,7 +133,8 @@ class PlanTables:
     workers: int
     worker: int
     kinds: tuple[AttentionKind, ...]
-    # A tuple for each nano-batch: its numbers of documents, of segments, and of tasks of each kind.
+    # A tuple for each nano-batch: its numbers of documents, of documents with parents and first rows
+    # (twice; 0 if no document continues another), of segments, and of tasks of each kind.
     tables: tuple[tuple[int, ...], ...]
 
     @property
@@ -151,15 +163,17 @@ class PlanTables:
                 table = np.frombuffer(payload, dtype, count, offset)
                 offset += table.nbytes
                 tables.append(table)
-            lengths, segments, *task_tables = tables
-            layout = Layout(lengths, segments, self.ranks)
+            lengths, parents, starts, segments, *task_tables = tables
+            branches = Branches(parents, starts) if len(parents) else None
+            layout = Layout(lengths, segments, self.ranks, branches)
             for kind, tasks in zip(self.kinds, task_tables, strict=True):
                 kind_layout = layout_of_kind(layout, kind)
                 yield nano_batch, kind, Plan(kind_layout, tasks, self.workers, kind.window)
 
     def _counts_and_dtypes(self, counts: Sequence[int]) -> Iterator[tuple[int, np.dtype[Any]]]:
         """Yield the number of entries, and the dtype, of each table of a nano-batch."""
-        dtypes = [np.dtype(np.int64), SEGMENT] + [TASK] * len(self.kinds)
+        numbers = np.dtype(np.int64)
+        dtypes = [numbers, numbers, numbers, SEGMENT] + [TASK] * len(self.kinds)
         return zip(counts, dtypes, strict=True)
 
 
@@ -174,7 +188,10 @@ def plan_tables(
     payload: list[NDArray[np.uint8]] = []
     for nano_batch in nano_batches:
         task_tables = [nano_batch.plans[kind].tasks for kind in kinds]
-        tables = [nano_batch.layout.lengths, nano_batch.layout.segments, *task_tables]
+        layout = nano_batch.layout
+        branches = layout.branches or NO_BRANCHES
+        of_documents = [layout.lengths, branches.parents, branches.starts]
+        tables = [*of_documents, layout.segments, *task_tables]
         counts.append(tuple(len(table) for table in tables))
         payload += [np.ascontiguousarray(table).view(np.uint8) for table in tables]
     message = PlanTables(plan_id, plan.layout.ranks, plan.workers, worker, kinds, tuple(counts))

@@ -24,6 +24,7 @@ from transformers import (
 
 from hf_distca import DistCAConfig, pack_padded
 from hf_distca.dispatch.padded import PackedBatch, PaddedBatches, plan_sequences
+from hf_distca.planner import prefixes
 from hf_distca.planner.settings import PlanSettings
 from tests.models_and_batches import SMALL, SMALL_KIND
 from tests.ranks import RankPool
@@ -321,3 +322,75 @@ def test_no_micro_batch_holds_more_than_all_ranks() -> None:
     assert sorted(int(plan.tokens.sum()) for plan in planned.plans) == [56, 100, 100]
     planned = plan_sequences([[100], [28, 100, 28]], settings)
     assert sorted(int(plan.tokens.sum()) for plan in planned.plans) == [128, 128]
+
+
+SHARED_LENGTHS = ([18, 30, 21], [12, 30, 18], [27, 3])
+"""Lengths of sequences of three ranks. All but the last begin with the same 12 tokens."""
+
+
+def batch_with_prefixes(rank: int, ranks: int) -> dict[str, Tensor]:
+    """Sequences that begin alike, on this rank and on others: of two levels, and equal ones."""
+    generator = torch.Generator().manual_seed(3)
+    prompt = torch.randint(3, 64, (12,), generator=generator)
+    turn = torch.randint(3, 64, (8,), generator=generator)
+    number = 0
+    batches = []
+    for lengths in SHARED_LENGTHS[:ranks]:
+        input_ids_BL = torch.zeros(len(lengths), 32, dtype=torch.long)
+        mask_BL = torch.zeros_like(input_ids_BL)
+        for sequence, length in enumerate(lengths):
+            start = [prompt, torch.cat([prompt, turn]), torch.cat([prompt, turn])][number % 3]
+            draw = torch.Generator().manual_seed(9 + (number % 4))  # the first and fifth are equal
+            tokens = torch.cat([start, torch.randint(3, 64, (32,), generator=draw)])[:length]
+            if length == 3:
+                tokens = torch.tensor([7, 8, 9])
+            input_ids_BL[sequence, :length] = tokens
+            mask_BL[sequence, :length] = 1
+            number += 1
+        labels_BL = torch.where(mask_BL == 1, input_ids_BL, -100)
+        labels_BL[:, 0] = -100
+        batches.append({"input_ids": input_ids_BL, "attention_mask": mask_BL, "labels": labels_BL})
+    return batches[rank]
+
+
+def compare_shared_with_stock(name: str, block: int, settings: dict[str, Any]) -> tuple[int, int]:
+    """Compare with stock attention; return rows that were not computed, and rows that were."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    batch = batch_with_prefixes(rank, ranks)
+    expected, expected_gradient = outputs_and_gradients(small_model(name, "sdpa"), batch)
+    model = small_model(name, "distca")
+    config = DistCAConfig(tokens_per_rank=64, exchange_timeout=30.0, **settings)
+    dispatcher = pack_padded(model, config, torch.device("cpu"))
+    before, prefixes.BLOCK = prefixes.BLOCK, block
+    try:
+        found, gradient = outputs_and_gradients(model, batch)
+        batches: PaddedBatches = model.base_model.batches
+        planned = next(iter(batches._plans.values()))
+        is_token_BL = batch["attention_mask"].bool()
+        torch.testing.assert_close(found.loss, expected.loss, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(gradient, expected_gradient, rtol=2e-4, atol=2e-6)
+        for one, other in zip(found.hidden_states, expected.hidden_states, strict=True):
+            torch.testing.assert_close(one[is_token_BL], other[is_token_BL], rtol=1e-4, atol=1e-5)
+        return planned.shared_rows, planned.computed_rows
+    finally:
+        prefixes.BLOCK = before
+        dispatcher.close()
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("name", ["llama", "windows", "learned positions"])
+def test_equal_beginnings_are_computed_once(rank_pools, name, ranks):
+    tokens = sum(sum(lengths) for lengths in SHARED_LENGTHS[:ranks])
+    for block in (4, 5):
+        for settings in ({}, {"document_layout": "fixed"}, {"ping_pong": False}):
+            results = rank_pools[ranks].run(compare_shared_with_stock, name, block, settings)
+            shared, computed = results[0]
+            assert results == [(shared, computed)] * ranks
+            assert shared + computed == tokens
+            assert shared >= 20 * ranks
+
+
+def test_prefixes_are_not_shared_where_results_would_change(rank_pools):
+    assert rank_pools[1].run(compare_shared_with_stock, "experts", 4, {}) == [(0, 69)]
+    settings = {"share_prefixes": False}
+    assert rank_pools[1].run(compare_shared_with_stock, "llama", 4, settings) == [(0, 69)]

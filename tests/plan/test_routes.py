@@ -185,7 +185,7 @@ def test_routes_carry_the_bytes_that_are_counted(plan, stage_rows):
         assert counted.local.pairs[worker] + counted.remote_kv.pairs[worker] == sum(here)
         assert counted.remote_query.pairs[worker] == sum(asked)
     assert loads_of(plan).tolist() == loads_by_row(plan)
-    assert (loads_of(plan, 3) - loads_of(plan)).sum() == 3 * plan.layout.lengths.sum()
+    assert (loads_of(plan, 3) - loads_of(plan)).sum() == 3 * plan.layout.own_lengths.sum()
 
 
 def test_bytes_within_and_between_nodes():

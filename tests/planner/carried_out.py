@@ -11,23 +11,39 @@ from collections import defaultdict
 import numpy as np
 from hypothesis import strategies as st
 
-from hf_distca.plan import SEGMENT, TASK, Layout, Plan
+from hf_distca.plan import SEGMENT, TASK, Branches, Layout, Plan
 from hf_distca.plan.routes import make_routes
 from tests.planner.plan_checks import rows_of
 
 
 @st.composite
-def drawn_plans(draw, most_ranks=4, most_servers=2, with_nodes=False):
+def drawn_branches(draw, own_lengths):
+    """Every document but the first may continue an earlier one, after any of its own rows."""
+    parents, starts = [], []
+    for document in range(len(own_lengths)):
+        parent = draw(st.integers(-1, document - 1))
+        row = draw(st.integers(1, own_lengths[parent])) if parent >= 0 else 0
+        parents.append(parent)
+        starts.append(starts[parent] + row if parent >= 0 else 0)
+    return Branches(np.array(parents, np.int64), np.array(starts, np.int64))
+
+
+@st.composite
+def drawn_plans(draw, most_ranks=4, most_servers=2, with_nodes=False, with_branches=False):
     """Plans of documents cut anywhere, their segments and tasks anywhere, perhaps on nodes of any
     sizes.
     """
     ranks = draw(st.integers(1, most_ranks))
     workers = ranks + draw(st.integers(0, most_servers))
-    lengths = draw(st.lists(st.integers(1, 12), max_size=5))
+    own_lengths = draw(st.lists(st.integers(1, 12), max_size=5))
+    branches = draw(drawn_branches(own_lengths)) if with_branches else None
+    starts = branches.starts.tolist() if branches else [0] * len(own_lengths)
+    lengths = [start + length for start, length in zip(starts, own_lengths, strict=True)]
     held, tasks = [], []
-    for document, length in enumerate(lengths):
+    for document, (start, length) in enumerate(zip(starts, lengths, strict=True)):
         for pieces, most in ((held, ranks - 1), (tasks, workers - 1)):
-            cuts = sorted(draw(st.sets(st.integers(1, length), max_size=4)) | {0, length})
+            rows = st.integers(start + 1, length)
+            cuts = sorted(draw(st.sets(rows, max_size=4)) | {start, length})
             pieces += [
                 (draw(st.integers(0, most)), document, *rows) for rows in itertools.pairwise(cuts)
             ]
@@ -37,7 +53,7 @@ def drawn_plans(draw, most_ranks=4, most_servers=2, with_nodes=False):
     ):
         segments.append((document, start, stop, rank, filled[rank]))
         filled[rank] += stop - start
-    layout = Layout(np.array(lengths, np.int64), np.array(segments, SEGMENT), ranks)
+    layout = Layout(np.array(lengths, np.int64), np.array(segments, SEGMENT), ranks, branches)
     by_worker = [(document, start, stop, worker) for worker, document, start, stop in sorted(tasks)]
     nodes = (
         draw(st.lists(st.integers(0, 2), min_size=workers, max_size=workers)) if with_nodes else []
@@ -49,7 +65,12 @@ def drawn_plans(draw, most_ranks=4, most_servers=2, with_nodes=False):
 
 
 def plans_of_all_kinds():
-    return drawn_plans() | drawn_plans(most_ranks=6, with_nodes=True)
+    return (
+        drawn_plans()
+        | drawn_plans(most_ranks=6, with_nodes=True)
+        | drawn_plans(with_branches=True)
+        | drawn_plans(most_ranks=6, with_nodes=True, with_branches=True)
+    )
 
 
 def routes_of(plan):
@@ -186,15 +207,25 @@ def check(plan):
     its queries.
     """
     seen, seen_by = carried_out(plan)
+    queries = defaultdict(list)  # of each key, the queries that see it
+    for document, row in rows_of(plan.layout.segments):
+        for key in keys_of(plan, document, row):
+            queries[key].append((document, row))
     for rank in range(plan.workers):
         local = rows_of(plan.layout.of_rank(rank))
         for number, (document, row) in enumerate(local):
-            reach = plan.window or int(plan.layout.lengths[document])
-            last = min(row + reach, plan.layout.lengths[document])
-            assert sorted(seen[rank][number]) == [
-                (document, key) for key in range(max(row - reach + 1, 0), row + 1)
-            ]
-            assert sorted(seen_by[rank][number]) == [
-                (document, query) for query in range(row, last)
-            ]
+            assert sorted(seen[rank][number]) == sorted(keys_of(plan, document, row))
+            assert sorted(seen_by[rank][number]) == sorted(queries[document, row])
         assert max([*seen[rank], *seen_by[rank]], default=-1) < len(local)
+
+
+def keys_of(plan, document, row):
+    """[(document, row)] that a row attends to: rows of its path up to itself, within the window."""
+    branches, keys = plan.layout.branches, []
+    first = max(row - (plan.window or row + 1) + 1, 0)
+    while row >= first:
+        start = int(branches.starts[document]) if branches else 0
+        keys += [(document, key) for key in range(max(first, start), row + 1)]
+        row = start - 1
+        document = int(branches.parents[document]) if branches else -1
+    return keys

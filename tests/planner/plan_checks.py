@@ -37,7 +37,11 @@ def check_layout(layout: Layout) -> None:
     segments.
     """
     every = [
-        (document, row) for document, length in enumerate(layout.lengths) for row in range(length)
+        (document, row)
+        for document, (start, stop) in enumerate(
+            zip(layout.own_starts, layout.lengths, strict=True)
+        )
+        for row in range(start, stop)
     ]
     assert sorted(rows_of(layout.segments)) == every
     filled = [0] * layout.ranks

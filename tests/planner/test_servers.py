@@ -21,7 +21,7 @@ from hf_distca.planner.servers import (
 )
 from hf_distca.planner.settings import PlanSettings
 from hf_distca.predict.counts import count_plan
-from tests.planner.carried_out import carried_out, plans_of_all_kinds
+from tests.planner.carried_out import carried_out, keys_of, plans_of_all_kinds
 from tests.planner.plan_checks import check_plan, rows_of
 
 ROWS = [[3000, 500], [700] * 5]
@@ -229,7 +229,6 @@ def test_every_lost_row_is_computed_once_and_the_busiest_rank_is_never_later_tha
         if (document, row) not in borders
     } <= {0}
     # Carried out, each of these rows sees its keys once, and other rows see nothing.
-    window = plan.window or int(plan.layout.lengths.max(initial=0))
     seen, _ = carried_out(repair)
     by_row = {
         held[rank][number]: Counter(keys)
@@ -237,8 +236,5 @@ def test_every_lost_row_is_computed_once_and_the_busiest_rank_is_never_later_tha
         for number, keys in seen[rank].items()
     }
     assert by_row == {
-        (document, row): Counter(
-            (document, key) for key in range(max(row - window + 1, 0), row + 1)
-        )
-        for document, row in wanted
+        (document, row): Counter(keys_of(plan, document, row)) for document, row in wanted
     }

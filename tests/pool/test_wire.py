@@ -16,7 +16,8 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from hf_distca.plan import AttentionKind
+from hf_distca.plan import AttentionKind, Branches
+from hf_distca.planner.layout import layout_of_kind
 from hf_distca.pool import wire
 from hf_distca.pool.messages import (
     Alive,
@@ -139,6 +140,19 @@ def test_a_plan_is_what_was_sent(lengths, ranks, seed):
         assert np.array_equal(got.tasks, plan.tasks)
         assert np.array_equal(got.layout.lengths, plan.layout.lengths)
         assert np.array_equal(got.layout.segments, plan.layout.segments)
+        assert got.layout.branches is None
+
+
+def test_a_plan_of_branches_is_what_was_sent():
+    nano = make_nano_batch([64, 7], 2, 0)
+    branches = Branches(np.array([-1, 0]), np.array([0, 3]))
+    nano = replace(nano, layout=replace(nano.layout, branches=branches))
+    message, tables = plan_tables(0, 2, [nano])
+    payload = bytearray(b"".join(table.tobytes() for table in tables))
+    for _, kind, plan in message.read(payload):
+        expected = layout_of_kind(nano.layout, kind).branches
+        assert plan.layout.branches.parents.tolist() == expected.parents.tolist()
+        assert plan.layout.branches.starts.tolist() == expected.starts.tolist()
 
 
 def test_a_plan_whose_numbers_do_not_fit_is_refused_before_memory_is_allocated():
@@ -148,8 +162,8 @@ def test_a_plan_whose_numbers_do_not_fit_is_refused_before_memory_is_allocated()
         ({"worker": 1}, "worker 1 is no server"),
         ({"ranks": 2**60, "worker": 2**60, "workers": 2**61}, "is no server"),
         ({"tables": ((1, 2),)}, "zip"),
-        ({"tables": ((2**40,) * 5,)}, "tables of .* bytes are not from 0"),
-        ({"tables": ((-1,) * 5,)}, "tables of .* bytes are not from 0"),
+        ({"tables": ((2**40,) * 7,)}, "tables of .* bytes are not from 0"),
+        ({"tables": ((-1,) * 7,)}, "tables of .* bytes are not from 0"),
     ):
         with pytest.raises(ValueError, match=error):
             _ = replace(message, **fields).bytes

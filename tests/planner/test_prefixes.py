@@ -1,0 +1,221 @@
+"""Equal beginnings of sequences, and trees of documents laid out as one document each."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from hf_distca.plan import Branches, Layout
+from hf_distca.plan.intervals import ROWS
+from hf_distca.plan.paths import along_paths
+from hf_distca.planner import prefixes
+from hf_distca.planner.branches import Forest
+from hf_distca.planner.layout import AttentionKind, fixed_layout, layout_of_kind
+from hf_distca.planner.micro_batch import plan_micro_batch
+from hf_distca.planner.prefixes import hashes_of, share_prefixes
+from hf_distca.planner.settings import Choices, PlanSettings
+from tests.planner.carried_out import check, drawn_branches, keys_of
+from tests.planner.plan_checks import check_layout, check_plan, rows_of
+from tests.planner.test_choose import FREE, costs
+
+MANY = 1 << 30
+
+
+@pytest.fixture
+def blocks_of_two(monkeypatch):
+    monkeypatch.setattr(prefixes, "BLOCK", 2)
+
+
+def shared(sequences, most_rows=MANY):
+    tokens = [np.array(sequence)[:, None] for sequence in sequences]
+    return share_prefixes(list(map(len, sequences)), list(map(hashes_of, tokens)), most_rows)
+
+
+def described(found):
+    """[(parent, first row, one past the last row, owner)] of documents, and where sequences end."""
+    columns = (found.branches.parents, found.branches.starts, found.lengths, found.owners)
+    return [tuple(map(int, row)) for row in zip(*columns, strict=True)], found.ends.tolist()
+
+
+@pytest.mark.usefixtures("blocks_of_two")
+class TestSharedPrefixes:
+    def test_sequences_without_a_common_block_stay_alone(self):
+        assert described(shared([[1, 2, 3], [1, 3, 3]])) == (
+            [(-1, 0, 3, 0), (-1, 0, 3, 1)],
+            [0, 1],
+        )
+
+    def test_a_branch_begins_at_a_block(self):
+        # The fifth token is equal too, but it lies in a block that differs.
+        found = shared([[1, 2, 3, 4, 5, 6], [1, 2, 3, 4, 5, 7, 8]])
+        assert described(found) == ([(-1, 0, 4, 0), (0, 4, 6, 0), (0, 4, 7, 1)], [1, 2])
+
+    def test_equal_sequences_are_one(self):
+        assert described(shared([[1, 2, 3]] * 3)) == ([(-1, 0, 3, 0)], [0, 0, 0])
+
+    def test_a_sequence_that_another_one_continues_ends_inside_it(self):
+        assert described(shared([[1, 2], [1, 2, 3, 4]])) == ([(-1, 0, 4, 1)], [0, 0])
+
+    def test_trees_of_several_levels(self):
+        found = shared([[1, 2, 3, 4, 5], [1, 2, 3, 4, 6], [1, 2, 7]])
+        documents = [(-1, 0, 2, 0), (0, 2, 4, 0), (1, 4, 5, 0), (1, 4, 5, 1), (0, 2, 3, 2)]
+        assert described(found) == (documents, [2, 3, 4])
+
+    def test_equal_blocks_after_different_ones_are_not_shared(self):
+        assert len(shared([[1, 2, 5, 6], [3, 4, 5, 6]]).lengths) == 2
+
+    def test_a_root_that_saves_little_is_computed_for_each_branch(self):
+        long = list(range(10, 110))
+        assert described(shared([[1, 2, *long], [1, 2, 3], [1, 2]])) == (
+            [(-1, 0, 102, 0), (-1, 0, 3, 1)],
+            [0, 1, 0],
+        )
+
+    def test_a_tree_that_does_not_fit_is_divided_at_its_root(self):
+        sequences = [[1, 2, 3, 4, 5], [1, 2, 3, 4, 6], [1, 2, 7]]
+        found = shared(sequences, most_rows=6)
+        documents = [(-1, 0, 4, 0), (0, 4, 5, 0), (0, 4, 5, 1), (-1, 0, 3, 2)]
+        assert described(found) == (documents, [1, 2, 3])
+
+    @given(
+        st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=9), min_size=1, max_size=8),
+        st.integers(1, 40),
+    )
+    def test_every_sequence_is_its_path(self, sequences, most_rows):
+        found = shared(sequences, most_rows)
+        ends = np.zeros(len(sequences), ROWS)
+        ends["document"], ends["stop"] = found.ends, list(map(len, sequences))
+        pieces, sequence_of = along_paths(ends, found.branches)
+        read = [[] for _ in sequences]
+        for (document, start, stop), sequence in zip(
+            pieces.tolist(), sequence_of.tolist(), strict=True
+        ):
+            assert len(read[sequence]) == start
+            read[sequence] += sequences[found.owners[document]][start:stop]
+        assert read == sequences
+        trees = Forest.of(found.lengths, found.branches).tree_lengths
+        assert all(rows <= max(most_rows, 9) for rows in trees.tolist())
+        assert sum(trees) <= sum(map(len, sequences))
+
+
+def test_hashes_depend_on_every_column_and_on_all_tokens_before():
+    tokens = np.arange(600).reshape(300, 2)
+    hashes = hashes_of(tokens)
+    assert [len(block) for block in hashes] == [16, 16, 16]
+    for token, changed in ((0, 0), (127, 0), (128, 1), (299, 2)):
+        other = tokens.copy()
+        other[token, 1] += 1
+        equal = [one == two for one, two in zip(hashes, hashes_of(other), strict=True)]
+        assert equal == [block < changed for block in range(3)]
+    assert hashes_of(tokens[:200])[0] == hashes[0]
+    assert hashes_of(tokens[:200])[1] != hashes[1]
+
+
+@st.composite
+def drawn_forests(draw):
+    own_lengths = draw(st.lists(st.integers(1, 9), min_size=1, max_size=6))
+    branches = draw(drawn_branches(own_lengths))
+    return Forest.of(np.array(own_lengths) + branches.starts, branches)
+
+
+@given(drawn_forests(), st.integers(1, 4), st.data())
+def test_layouts_of_trees_have_every_row_of_their_branches_where_the_tree_had_it(
+    forest, ranks, data
+):
+    trees = np.array(data.draw(st.permutations(range(len(forest.tree_lengths)))))
+    of_trees = fixed_layout([forest.tree_lengths[trees].tolist()], ranks)
+    documents, layout = forest.branched(trees, of_trees)
+    check_layout(layout)
+    assert sorted(documents.tolist()) == list(range(len(forest.lengths)))
+    assert layout.tokens.tolist() == of_trees.tokens.tolist()
+    # Depth first: a branch's rows lie before those of the branches that continue it.
+    place = {row: number for number, row in enumerate(rows_of(layout.segments))}
+    for document in range(len(documents)):
+        parent = int(layout.branches.parents[document]) if layout.branches else -1
+        if parent >= 0:
+            first = int(layout.branches.starts[document])
+            assert place[document, first] > place[parent, int(layout.own_starts[parent])]
+
+
+@given(drawn_forests(), st.integers(1, 3), st.integers(1, 7))
+def test_rows_of_a_chunk_see_the_rows_of_their_path_in_it(forest, ranks, chunk):
+    trees = np.arange(len(forest.tree_lengths))
+    _, layout = forest.branched(trees, fixed_layout([forest.tree_lengths.tolist()], ranks))
+    chunked = layout_of_kind(layout, AttentionKind(chunk=chunk))
+    check_layout(chunked)
+    whole = _Windowless(layout)
+    for row, in_chunk in zip(rows_of(layout.segments), rows_of(chunked.segments), strict=True):
+        seen = [key for key in keys_of(whole, *row) if key[1] // chunk == row[1] // chunk]
+        assert len(keys_of(_Windowless(chunked), *in_chunk)) == len(seen)
+        assert in_chunk[1] == row[1] % chunk
+
+
+class _Windowless:
+    """A plan with full attention, as `keys_of` reads it."""
+
+    window = None
+
+    def __init__(self, layout: Layout) -> None:
+        self.layout = layout
+
+
+def test_rows_of_paths_lie_in_the_documents_that_hold_them():
+    branches = Branches(np.array([-1, 0, 1]), np.array([0, 4, 6]))
+    rows = np.array([(2, 1, 8), (0, 2, 3), (2, 6, 7), (1, 3, 5)], ROWS)
+    pieces, entries = along_paths(rows, branches)
+    assert entries.tolist() == [0, 0, 0, 1, 2, 3, 3]
+    assert pieces.tolist() == [
+        (0, 1, 4),
+        (1, 4, 6),
+        (2, 6, 8),
+        (0, 2, 3),
+        (2, 6, 7),
+        (0, 3, 4),
+        (1, 4, 5),
+    ]
+    # Windows in stages count document d of D in stage s as s · D + d.
+    rows["document"] += 2 * 3
+    assert along_paths(rows, branches)[0]["document"].tolist() == [6, 7, 8, 6, 8, 6, 7]
+
+
+@settings(max_examples=60)
+@given(
+    drawn_forests(),
+    st.integers(1, 4),
+    st.sampled_from(["joint", "fixed", "whole"]),
+    st.sampled_from([None, 3]),
+    st.booleans(),
+    st.booleans(),
+)
+def test_plans_of_trees_let_every_row_see_its_path(
+    forest, ranks, layout, window, ping_pong, chooses
+):
+    lengths, branches = forest.lengths, forest.branches
+    rows = int(forest.tree_lengths.sum())
+    tokens_per_rank = rows if layout == "whole" else max(-(-rows // ranks), 1)
+    assume(rows >= ranks)
+    if layout == "whole":
+        assume(len(forest.tree_lengths) >= ranks)
+    kind = AttentionKind(window, q_heads=1, kv_heads=1, dim_qk=1, dim_v=1)
+    free = costs(FREE, FREE)
+    choices = Choices(
+        replace(free, kinds=(replace(free.kinds[0], kind=kind),)), tolerances=(0.05, 0.3)
+    )
+    plan_settings = PlanSettings(
+        ranks,
+        tokens_per_rank,
+        (kind,),
+        document_layout=layout,
+        ping_pong=ping_pong,
+        balance_block_size=1,
+        choices=choices if chooses else None,
+    )
+    plan = plan_micro_batch(lengths.tolist(), plan_settings, branches)
+    documents = np.concatenate([nano.documents for nano in plan.nano_batches])
+    assert sorted(documents.tolist()) == list(range(len(lengths)))
+    for nano in plan.nano_batches:
+        assert nano.layout.lengths.tolist() == lengths[nano.documents].tolist()
+        check_plan(nano.plans[kind])
+        check(nano.plans[kind])

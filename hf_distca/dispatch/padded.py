@@ -1,8 +1,9 @@
 """Padded batches as planned micro-batches: where rows of sequences go, and how they travel.
 
 A rank is given a padded batch of B sequences. The sequences of all ranks are the documents of one
-or several planned micro-batches. Their tokens travel to the ranks that the plans name, and what the
-model makes of them travels back.
+or several planned micro-batches. Sequences that begin alike share documents, which form a prefix
+tree. Tokens travel to the ranks that the plans name, and what the model makes of them travels back
+to every sequence that has the row.
 
 Shape suffixes: B sequences of this rank, L columns of its padded batch, F = B · L rows of the
 padded batch; N rows of all micro-batches that this rank holds; C integers of each token.
@@ -134,7 +135,7 @@ def read_sequences(
 def _hashes(
     batch: PaddedBatch, firsts: NDArray[np.int64], lengths: NDArray[np.int64]
 ) -> tuple[Hashes, ...]:
-    """Return the hashes of each sequence; all integers of a token count, its position among them."""
+    """Return the hashes of each sequence, which depend on all integers of its tokens."""
     tokens_BLC = torch.stack(list(batch.columns.values()), -1).cpu().numpy()
     return tuple(
         hashes_of(tokens_LC[first : first + length])
@@ -234,7 +235,7 @@ def plan_sequences(
 def _divided(
     lengths: NDArray[np.int64], capacity: int, settings: PlanSettings
 ) -> list[NDArray[np.int64]]:
-    """Return the trees of each micro-batch: as few micro-batches as possible, of about equally many tokens.
+    """Divide trees among as few micro-batches as possible, of about equally many tokens.
 
     Args:
         lengths: [trees] rows of each tree, at most `capacity`.
@@ -262,7 +263,7 @@ def _divided(
 def _micro_batch(
     shared: SharedPrefixes, documents: NDArray[np.int64], fillers: int, settings: PlanSettings
 ) -> MicroBatchPlan:
-    """Plan some of the documents, whole trees, and documents of one token for ranks without rows."""
+    """Plan some of the documents, whole trees, and fillers of one token for ranks without rows."""
     lengths = np.append(shared.lengths[documents], np.ones(fillers, np.int64))
     number = np.full(len(shared.lengths) + 1, -1)  # the last one is for documents without parent
     number[documents] = np.arange(len(documents))
@@ -273,7 +274,7 @@ def _micro_batch(
 
 
 def _held(plan: MicroBatchPlan, micro_batch: int, documents: NDArray[np.int64]) -> NDArray[np.void]:
-    """Return the rows that ranks hold in one micro-batch, in the order of nano-batches, ranks and rows.
+    """Return the rows that ranks hold in one micro-batch, by nano-batch, rank and row.
 
     Args:
         documents: of the micro-batch, without fillers.
@@ -330,7 +331,7 @@ def _with_sequences(
 
 @dataclass(frozen=True, eq=False)
 class _Way:
-    """Rows of this rank's padded batch, and rows that it holds, in the order in which they travel."""
+    """Rows of a padded batch, and rows that the rank holds, in the order in which they travel."""
 
     padded_rows: Tensor  # rows of the padded batch, by the rank that they go to
     held_rows: Tensor  # rows that this rank holds, by the rank that they come from
@@ -339,7 +340,7 @@ class _Way:
 
 
 class RowTravel:
-    """Travel of rows between the padded batches of ranks and the micro-batches in which they are computed.
+    """Travel of rows between padded batches and the micro-batches that compute them.
 
     Each row that ranks hold comes from one sequence, and goes back to every sequence that has it.
     Rows of padding stay behind, and fillers come from nowhere: both are 0.
@@ -400,7 +401,7 @@ class RowTravel:
         )
 
     def forth(self, padded_F: Tensor) -> Tensor:
-        """Return the rows [N, ...] that this rank holds, given the rows [F, ...] of the padded batches."""
+        """Return the rows [N, ...] that this rank holds, given rows [F, ...] of its batch."""
         way = self._forth
         arrived = self._exchanged(padded_F.index_select(0, way.padded_rows), way.sent, way.received)
         return arrived.new_zeros((self.held_rows, *arrived.shape[1:])).index_copy_(
@@ -408,7 +409,7 @@ class RowTravel:
         )
 
     def back(self, held_N: Tensor) -> Tensor:
-        """Return the rows [F, ...] of the padded batch, given the rows [N, ...] that the ranks hold."""
+        """Return the rows [F, ...] of the padded batch, given rows [N, ...] that ranks hold."""
         way = self._back
         arrived = self._exchanged(held_N.index_select(0, way.held_rows), way.received, way.sent)
         return arrived.new_zeros((self.shape.numel(), *arrived.shape[1:])).index_copy_(
@@ -416,7 +417,7 @@ class RowTravel:
         )
 
     def gradients(self, padded_F: Tensor) -> Tensor:
-        """Return gradients [N, ...] of the rows that this rank holds, given those of `back`'s result.
+        """Return gradients [N, ...] of the rows that this rank holds, given those of `back`.
 
         Gradients of all readers of a row are added up, in a fixed order.
         """

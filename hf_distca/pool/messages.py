@@ -133,7 +133,7 @@ class PlanTables:
     workers: int
     worker: int
     kinds: tuple[AttentionKind, ...]
-    # A tuple for each nano-batch: its numbers of documents, of parents and of first rows (0 and 0 if
+    # A tuple for each nano-batch: its numbers of documents, of parents and of first rows (both 0 if
     # no document continues another), of segments, and of tasks of each kind.
     tables: tuple[tuple[int, ...], ...]
 

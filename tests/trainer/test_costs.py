@@ -38,7 +38,7 @@ def test_what_may_be_chosen_and_by_which_costs():
     found = choices()
     profile = DeviceProfile.load("h100")
     assert bool(found.groups)
-    assert found.tolerances == (0.01, 0.1, 0.3)
+    assert found.tolerances == (0.01, 0.1)
     assert found.nano_batches == (1, 2)
     assert found.costs.exchange == profile.exchange
     assert found.costs.backward_factor == 2.0

@@ -312,6 +312,26 @@ def test_no_plan_is_faster_than_its_bound():
                 assert planned.candidate.bound <= planned.seconds * (1 + 1e-9)
 
 
+def test_a_document_on_all_ranks_is_divided_evenly_where_that_saves_exchanges():
+    """Each rank has a part of the first half and its mirror image, so that all have equal pairs."""
+    link = LinkCost(0.0, 1e6)
+    (nano,) = chosen([256], link, link, ranks_per_node=4).nano_batches
+    rows_of_rank = [segment[1:3] for segment in nano.layout.of_rank(0).tolist()]
+    assert rows_of_rank == [(0, 32), (224, 256)]
+
+
+def test_a_coarser_balance_moves_fewer_bytes_over_slow_links():
+    link = LinkCost(0.0, 1e3)
+    options = {"ranks_per_node": 4, "nano_batches": (1,)}
+    coarse = chosen([70, 70, 70, 46], link, link, **options)
+    fine = chosen([70, 70, 70, 46], link, link, tolerances=(0.01,), **options)
+    assert coarse.choice.tolerance == 0.1
+    assert coarse.summary.max_over_mean == pytest.approx(1.1003, abs=1e-4)
+    assert fine.summary.max_over_mean == pytest.approx(1.0009, abs=1e-4)
+    assert coarse.summary.exchange.bytes_total == 9920
+    assert fine.summary.exchange.bytes_total == 10816
+
+
 def test_too_many_tokens_are_refused():
     with pytest.raises(ValueError, match="257 tokens"):
         chosen([60] * 4 + [17])

@@ -312,12 +312,12 @@ def test_no_plan_is_faster_than_its_bound():
                 assert planned.candidate.bound <= planned.seconds * (1 + 1e-9)
 
 
-def test_a_document_on_all_ranks_is_divided_evenly_where_that_saves_exchanges():
+def test_long_documents_are_divided_evenly_where_that_is_faster():
     """Each rank has a part of the first half and its mirror image, so that all have equal pairs."""
-    link = LinkCost(0.0, 1e6)
-    (nano,) = chosen([256], link, link, ranks_per_node=4).nano_batches
-    rows_of_rank = [segment[1:3] for segment in nano.layout.of_rank(0).tolist()]
-    assert rows_of_rank == [(0, 32), (224, 256)]
+    link = LinkCost(0.0, 1e3)
+    plan = chosen([100, 60, 50, 30, 16], link, link, ranks_per_node=4)
+    segments = plan.nano_batches[0].layout.of_rank(0).tolist()
+    assert [segment[:3] for segment in segments[:2]] == [(0, 0, 25), (0, 75, 100)]
 
 
 def test_a_coarser_balance_moves_fewer_bytes_over_slow_links():

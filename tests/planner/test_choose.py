@@ -318,6 +318,7 @@ def test_long_documents_are_divided_evenly_where_that_is_faster():
     plan = chosen([100, 60, 50, 30, 16], link, link, ranks_per_node=4)
     segments = plan.nano_batches[0].layout.of_rank(0).tolist()
     assert [segment[:3] for segment in segments[:2]] == [(0, 0, 25), (0, 75, 100)]
+    assert plan.choice.seconds == pytest.approx(16.8056)
 
 
 def test_a_coarser_balance_moves_fewer_bytes_over_slow_links():

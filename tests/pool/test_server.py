@@ -233,7 +233,7 @@ def test_a_plan_that_does_not_fit_ends_the_connection_alone(connect):
     (message, tables) = plan_tables(0, 2, NANO_BATCHES)
     for sent, error in (
         ((replace(message, worker=1), tables), "worker 1 is no server"),
-        ((replace(message, tables=((1,) * 5,)), tables), "sent an unexpected PlanTables with"),
+        ((replace(message, tables=((1,) * 7,)), tables), "sent an unexpected PlanTables with"),
         ((message, [np.full_like(table, 255) for table in tables]), "cannot use this PlanTables: "),
         ((End(),), "rank 0 sent an unexpected End"),
     ):

@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
+from unittest.mock import patch
 
 import datasets
 import numpy as np
@@ -17,6 +18,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 import hf_distca
+from hf_distca.planner import prefixes
 from tests.models_and_batches import exchanging, small_model
 from tests.trainer.chats import WORDS, tokenizer
 from tests.trainer.comparison import launched, whole
@@ -141,7 +143,9 @@ def train(folder: str, case: Case, planned: bool, exact: bool = False) -> dict[s
     trainer_class = kind.classes(planned=planned)[0]
     config_class = kind.classes(planned=True)[1]
     path = saved_model(folder, case)
-    with launched(case.strategy, {}), warnings.catch_warnings():
+    # Prompts have fewer than 128 tokens, but are to be shared.
+    shares = patch.multiple(prefixes, BLOCK=4, LEAST_SAVED=0.0)
+    with shares, launched(case.strategy, {}), warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # TRL uses transformers' earlier names
         torch.manual_seed(7)
         loading = {"dtype": "float32", "attn_implementation": "distca" if planned else "sdpa"}

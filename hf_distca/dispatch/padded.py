@@ -31,7 +31,7 @@ from hf_distca.plan.intervals import (
     by_document,
     expand,
     overlaps,
-    rows_before,
+    rows_before_in,
     table_of,
 )
 from hf_distca.plan.paths import along_paths
@@ -223,8 +223,7 @@ def plan_sequences(
         parts.append(_held(plans[-1], micro_batch, documents))
     held = np.concatenate(parts)
     held = held[np.argsort(held["rank"], kind="stable")]
-    rows_up_to = rows_before(held)
-    held["offset"] = rows_up_to - rows_up_to[np.searchsorted(held["rank"], held["rank"])]
+    held["offset"] = rows_before_in(held, "rank")
 
     of_sequences = sources, sequences
     shares = _with_sequences(held, shared.owners_of(held["document"]), of_sequences)
@@ -377,7 +376,7 @@ class RowTravel:
         self._back, self._rounds = self._forth, None
         if planned.shared_rows:
             self._back = self._way(readers)
-            self._rounds = _rounds(self._back.held_rows)
+            self._rounds = self._rounds_of(readers)
 
     def _way(self, shares: NDArray[np.void]) -> _Way:
         """Return the way of rows of dtype SHARE, by rank: both ends number them in this order."""
@@ -388,8 +387,7 @@ class RowTravel:
         sent = _counts(leaving["rank"], rows, ranks)
         padded_rows = expand(first_rows, rows)
 
-        arriving = shares[(shares["rank"] == self._groups.rank) & (shares["source"] != NO_RANK)]
-        arriving = arriving[np.argsort(arriving["source"], kind="stable")]
+        arriving = self._arriving(shares)
         rows = arriving["stop"] - arriving["start"]
         received = _counts(arriving["source"], rows, ranks)
         held_rows = expand(arriving["offset"], rows)
@@ -399,6 +397,21 @@ class RowTravel:
             sent,
             received,
         )
+
+    def _arriving(self, shares: NDArray[np.void]) -> NDArray[np.void]:
+        """Return the entries of rows that this rank holds, by the rank that they come from."""
+        is_arriving = (shares["rank"] == self._groups.rank) & (shares["source"] != NO_RANK)
+        arriving: NDArray[np.void] = shares.compress(is_arriving)
+        return arriving.take(np.argsort(arriving["source"], kind="stable"))
+
+    def _rounds_of(self, readers: NDArray[np.void]) -> list[Tensor]:
+        """Return the rounds in which gradients of all readers are added up, without a wait."""
+        arriving = self._arriving(readers)
+        held_rows = expand(arriving["offset"], arriving["stop"] - arriving["start"])
+        return [
+            torch.from_numpy(entries).to(self._device, non_blocking=True)
+            for entries in _rounds(held_rows)
+        ]
 
     def forth(self, padded_F: Tensor) -> Tensor:
         """Return the rows [N, ...] that this rank holds, given rows [F, ...] of its batch."""
@@ -446,16 +459,12 @@ class RowTravel:
         return arriving
 
 
-def _rounds(rows: Tensor) -> list[Tensor]:
-    """Divide the entries of a tensor of row numbers into rounds in which no row comes twice."""
-    numbers = rows.cpu().numpy()
+def _rounds(numbers: NDArray[np.int64]) -> list[NDArray[np.int64]]:
+    """Divide the entries of an array of row numbers into rounds in which no row comes twice."""
     by_row = np.argsort(numbers, kind="stable")
     nth = np.empty(len(numbers), np.int64)
     nth[by_row] = np.arange(len(numbers)) - np.searchsorted(numbers[by_row], numbers[by_row])
-    return [
-        torch.from_numpy(np.flatnonzero(nth == number)).to(rows.device)
-        for number in range(int(nth.max(initial=-1)) + 1)
-    ]
+    return [np.flatnonzero(nth == number) for number in range(int(nth.max(initial=-1)) + 1)]
 
 
 def _counts(ranks: NDArray[np.int64], rows: NDArray[np.int64], number_of_ranks: int) -> list[int]:

@@ -57,7 +57,7 @@ class Span(NamedTuple):
     """A measured interval of time."""
 
     kind: Kind
-    part: str  # name of the step, section, phase, exchange, group of tasks or server
+    part: str  # name of the step, section, phase, exchange, kernel call or server
     work: Work | None
     begin: float  # seconds on the device's clock, from an arbitrary origin
     end: float

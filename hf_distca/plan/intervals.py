@@ -42,6 +42,15 @@ def rows_before(table: Table) -> IntArray:
     return np.cumsum(rows) - rows
 
 
+def rows_before_in(table: Table, place: str) -> IntArray:
+    """Return [n] rows of all earlier entries at the same place.
+
+    The table is sorted by the field `place`, such as "rank".
+    """
+    before = rows_before(table)
+    return np.asarray(before - before[np.searchsorted(table[place], table[place])])
+
+
 def by_document(table: Table) -> Table:
     """Sort a table by (document, start)."""
     return table.take(np.lexsort((table["start"], table["document"])))

@@ -15,6 +15,9 @@ def along_paths(rows: Table, branches: Branches) -> tuple[Table, IntArray]:
 
     Returns:
         The pieces by (entry, start), and for each its entry.
+
+    Raises:
+        ValueError: A document has rows before its own, but no parent.
     """
     entry = np.arange(len(rows))
     found, entries = [rows[:0]], [entry[:0]]
@@ -30,6 +33,8 @@ def along_paths(rows: Table, branches: Branches) -> tuple[Table, IntArray]:
         above = rows.compress(is_above)
         above["stop"] = np.minimum(above["stop"], first[is_above])
         parent = branches.parents[document[is_above]]
+        if (parent < 0).any():
+            raise ValueError("a document without a parent has no rows before its own")
         above["document"] = copy[is_above] * len(branches.parents) + parent
         rows, entry = above, entry[is_above]
     pieces, of_entry = np.concatenate(found), np.concatenate(entries)

@@ -28,6 +28,7 @@ from hf_distca.plan.intervals import (
     overlaps,
     row_counts,
     rows_before,
+    rows_before_in,
     table_of,
 )
 from hf_distca.plan.moves import MOVE, rows_to_move
@@ -232,9 +233,7 @@ def _arrivals(first_hop: Table, second_hop: Table, rank: int) -> Table:
     hops = (moves.compress(moves["target"] == rank) for moves in (first_hop, second_hop))
     arrivals = joined(*(_ordered(moves, "source") for moves in hops))
     arrivals = arrivals.take(np.argsort(arrivals["stage"], kind="stable"))
-    received = rows_before(arrivals)  # in this stage and earlier ones
-    first_of_stage = np.searchsorted(arrivals["stage"], arrivals["stage"])
-    arrivals["offset"] = received - received[first_of_stage]
+    arrivals["offset"] = rows_before_in(arrivals, "stage")
     return by_document(arrivals)
 
 

@@ -87,13 +87,6 @@ class Placing:
         divided_evenly = float(seconds.sum() / speeds.sum())
         return cls((len(speeds),), (np.arange(len(seconds)),), (), np.array([divided_evenly]))
 
-    def longest_share(self, seconds: FloatArray) -> float:
-        """Return the largest share of a group's work in one document, from [documents] seconds."""
-        return max(
-            float(seconds[documents].max() / seconds[documents].sum())
-            for documents in self.documents
-        )
-
     @property
     def slowest(self) -> float:
         """Least seconds that ranks of the group with the most work compute."""
@@ -379,9 +372,7 @@ def _divided_in_group(
         )
         if segments is None:
             return tables
-        room = room - np.bincount(segments["rank"], row_counts(segments), group.ranks).astype(
-            np.int64
-        )
+        room = _room_left(room, segments)
         segments["document"] = documents[segments["document"]]
         segments["rank"] += group.first_rank
         tables.append(segments)

@@ -14,7 +14,7 @@ from hf_distca.plan.intervals import (
     expand,
     merge_touching,
     overlaps,
-    rows_before,
+    rows_before_in,
     table_of,
 )
 
@@ -102,8 +102,7 @@ def assemble(
     else:
         order = np.argsort(segments["rank"], kind="stable")
     segments = merge_touching(segments.take(order), "rank")
-    before = rows_before(segments)
-    segments["offset"] = before - before[np.searchsorted(segments["rank"], segments["rank"])]
+    segments["offset"] = rows_before_in(segments, "rank")
     return Layout(lengths, segments, ranks)
 
 

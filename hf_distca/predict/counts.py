@@ -18,7 +18,7 @@ from hf_distca.predict.seconds import DIAGONAL_ROWS, Tasks
 
 @dataclass(frozen=True, eq=False)
 class CountedPlan:
-    """Counts of a plan that a schedule needs: groups of tasks and rows that travel."""
+    """Counts of a plan that a schedule needs: tasks of kernel calls, and rows that travel."""
 
     local: Tasks  # tasks whose queries and keys are the worker's own
     remote_kv: Tasks  # tasks of local queries on received keys

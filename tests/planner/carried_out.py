@@ -224,6 +224,7 @@ def keys_of(plan, document, row):
     branches, keys = plan.layout.branches, []
     first = max(row - (plan.window or row + 1) + 1, 0)
     while row >= first:
+        assert document >= 0, "rows of a path lie in no document"
         start = int(branches.starts[document]) if branches else 0
         keys += [(document, key) for key in range(max(first, start), row + 1)]
         row = start - 1

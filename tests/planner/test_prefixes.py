@@ -161,6 +161,12 @@ class _Windowless:
         self.layout = layout
 
 
+def test_rows_before_a_document_without_parent_are_an_error():
+    rows = np.array([(0, 1, 5)], ROWS)
+    with pytest.raises(ValueError, match="a document without a parent has no rows before its own"):
+        along_paths(rows, Branches(np.array([-1]), np.array([3])))
+
+
 def test_rows_of_paths_lie_in_the_documents_that_hold_them():
     branches = Branches(np.array([-1, 0, 1]), np.array([0, 4, 6]))
     rows = np.array([(2, 1, 8), (0, 2, 3), (2, 6, 7), (1, 3, 5)], ROWS)

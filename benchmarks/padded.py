@@ -66,7 +66,7 @@ from harness.padded import (
 from torch import nn
 
 from hf_distca import Dispatcher, DistCAConfig, pack_padded
-from hf_distca.collator.limits import Limits
+from hf_distca.batches.limits import Limits
 from hf_distca.dispatch.padded import PaddedBatch, plan_sequences, read_sequences
 from hf_distca.planner.settings import Choices, PlanSettings
 from hf_distca.predict.profile import DeviceProfile

@@ -1,8 +1,8 @@
 """Entries of the tables that list what hf_distca refuses, and the one form of their messages.
 
-Each stage has one table: arguments, launch and resuming in `trainer/refusals.py`, data in
-`collator/refusals.py`, models in `models/refusals.py`. The reference page "What is refused" is
-written from the same tables.
+Each stage has one table: arguments, launch and resuming in `trainer/refusals.py`, models in
+`models/refusals.py`, data sets in `collator/refusals.py`, and batches in `batches/refusals.py`. The
+reference page "What is refused" is written from the same tables.
 """
 
 from collections.abc import Callable, Iterable

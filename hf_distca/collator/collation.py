@@ -10,6 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch.utils.data import Dataset
 
+from hf_distca.batches.limits import IGNORED_TARGET
 from hf_distca.collator.documents import (
     A_DATASET,
     ANY_COLUMNS,
@@ -18,7 +19,6 @@ from hf_distca.collator.documents import (
     is_stored,
     token_document,
 )
-from hf_distca.collator.limits import IGNORED_TARGET
 from hf_distca.collator.sampler import GlobalMicroBatch
 from hf_distca.plan import PLAN_KEY, MicroBatchPlan
 from hf_distca.planner.micro_batch import plan_micro_batch

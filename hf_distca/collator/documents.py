@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch.utils.data import Dataset, IterableDataset
 from tqdm.auto import tqdm
 
-from hf_distca.collator.limits import IGNORED_TARGET, NO_LIMITS, Limits
+from hf_distca.batches.limits import IGNORED_TARGET, NO_LIMITS, Limits
 from hf_distca.collator.refusals import Data
 from hf_distca.refusal import given_as
 

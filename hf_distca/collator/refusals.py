@@ -1,19 +1,16 @@
-"""Table of data that cannot be trained on exactly.
+"""Table of data sets that cannot be trained on exactly: their columns, documents and streams.
 
-It has columns, documents, streams and batches of collators.
+`batches/refusals.py` has the table of tokens and batches.
 """
 
+from hf_distca.batches.refusals import CUT
 from hf_distca.refusal import Refusal
 
 REMOVE_EMPTY = "remove empty documents: dataset.filter(lambda e: e['input_ids'])"
-CUT = "'truncate' keeps the first tokens of a long document, 'split' cuts it into excerpts"
-FLATTEN = "use a padding-free collator such as transformers' DataCollatorWithFlattening"
-UNPACKED = "or train without hf_distca.pack_padded"
-NO_OTHER_MASK = "packed documents attend to themselves, causally, and need no other mask"
 
 
 class Data:
-    """What is refused in a user's data."""
+    """What is refused in a user's data sets."""
 
     # Data sets as wholes
     SPLITS = Refusal(
@@ -179,25 +176,6 @@ class Data:
         "or remove the column {column!r}",
         condition="documents that change when they are read again",
     )
-    TOKEN_ID = Refusal(
-        "{name} has the token id {token} at position {at}",
-        "the model's embedding has the ids 0 to {last}",
-        "use the model's own tokenizer, or enlarge the embedding: "
-        "model.resize_token_embeddings(len(tokenizer))",
-    )
-    TARGET_ID = Refusal(
-        "{name} has the label {label} at position {at}",
-        "the model's output head predicts the ids 0 to {last}",
-        "give token ids as labels, and -100 for tokens without a loss",
-    )
-    BEYOND_POSITIONS = Refusal(
-        "{name} has {length} tokens",
-        "the model has only {positions} positions, in a table that it learned or computed once",
-        f"use a model with more positions, or set long_documents: {CUT}",
-        condition=(
-            "a document with more tokens than the model has positions (GPT-2, OPT, BERT, CTRL)"
-        ),
-    )
     LONG = Refusal(
         "{count} of {documents} documents of {name} are longer than {limit_name} = {limit} tokens, "
         "such as document {longest} with {length}",
@@ -213,99 +191,6 @@ class Data:
             "a streamed document of more than `tokens_per_rank` tokens, with "
             "`long_documents='error'`"
         ),
-    )
-    # Batches of collators
-    ROWS = Refusal(
-        "input_ids of a batch has the shape {shape}",
-        "all documents of a batch must be packed into one row, [1, tokens]",
-        FLATTEN,
-    )
-    BATCH_MASK = Refusal(
-        "a batch has an attention_mask other than a 1 for each token",
-        NO_OTHER_MASK,
-        f"leave attention_mask out, and {FLATTEN}",
-    )
-    NO_BOUNDARIES = Refusal(
-        "a batch has only {fields}",
-        "they do not show where documents begin",
-        "return position_ids that restart at 0 with each document, or cu_seq_lens_q; "
-        "DataCollatorWithFlattening(return_position_ids=True) returns position_ids",
-    )
-    WRONG_BOUNDARIES = Refusal(
-        "{name} gives document lengths {lengths} with a sum of {total} for {tokens} tokens",
-        "the lengths must be positive and sum to the tokens of the batch",
-        FLATTEN,
-    )
-    POSITIONS = Refusal(
-        "position_ids {found}",
-        "each token needs a position, which begins at 0 with each document and counts on inside",
-        FLATTEN,
-        condition="batches with other positions than 0, 1, 2, … in each document",
-    )
-
-    # Padded batches
-    NO_TOKEN_IDS = Refusal(
-        "a padded batch has no input_ids [B, L]",
-        "ranks exchange token ids to balance a batch, and no embeddings",
-        f"pass input_ids, {UNPACKED}",
-        condition="`inputs_embeds` in place of `input_ids`",
-    )
-    OTHER_MASK = Refusal(
-        "the attention_mask of a padded batch has the shape {found}",
-        "only a mask {shape}, with a 1 for each token and a 0 for padding, says where "
-        "sequences are",
-        f"pass such a mask, {UNPACKED}",
-        condition="masks of four dimensions in a padded batch",
-    )
-    HOLES = Refusal(
-        "the mask of sequence {sequence} of a padded batch has {tokens} tokens from column {first} "
-        "to column {last}",
-        "a sequence lies in one piece, with padding only before and after it",
-        f"remove the padding inside, {UNPACKED}",
-        condition="a mask with holes in a padded batch",
-    )
-    OTHER_INPUT = Refusal(
-        "the model is called with {name} of the shape {found} beside a padded batch {shape}",
-        "a packed batch takes only integers of that shape, one for each token",
-        f"leave {{name}} out, {UNPACKED}",
-        condition=(
-            "images and other inputs that are not one integer for each token, beside a padded batch"
-        ),
-    )
-    OTHER_OUTPUT = Refusal(
-        "the model returns a tensor of the shape {found} for {rows} packed rows",
-        "it cannot be put back into a padded batch",
-        f"ask the model for hidden states only, {UNPACKED}",
-        condition="outputs of a backbone that do not have a row for each token",
-    )
-    PADDED_TOKEN_ID = Refusal(
-        "sequence {sequence} of a padded batch has the token {token}",
-        "the model's embedding has the tokens 0 to {last}",
-        "use the tokenizer of this model, or resize the embedding: "
-        "model.resize_token_embeddings(len(tokenizer))",
-        condition="a padded batch with a token id beyond the embedding",
-    )
-    LONG_SEQUENCE = Refusal(
-        "a sequence of a padded batch has {length} tokens",
-        "{where} may hold {limit} tokens",
-        "set a larger tokens_per_rank, or cut the sequence",
-        condition="a sequence of a padded batch that does not fit",
-    )
-    SEVERAL_MICRO_BATCHES = Refusal(
-        "the padded batches of all ranks have {tokens} tokens, more than the {limit} of one "
-        "micro-batch",
-        "a weight would get a gradient for each micro-batch, and only the first would count, "
-        "because {why}",
-        "raise tokens_per_rank, or lower per_device_train_batch_size; {remedy}",
-        condition=(
-            "padded batches of more than one micro-batch with reentrant checkpoints, or under "
-            "ZeRO-3 where it gathers whole layers"
-        ),
-    )
-    LOST_PADDED_PLAN = Refusal(
-        "the model did not pass the plan of a padded batch on to its attention layers",
-        "they need it to keep sequences apart",
-        "train without hf_distca.pack_padded",
     )
 
 

@@ -8,8 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 from torch.utils.data import Sampler
 
+from hf_distca.batches.limits import NO_LIMITS, Limits
 from hf_distca.collator.documents import A_DATASET
-from hf_distca.collator.limits import NO_LIMITS, Limits
 from hf_distca.collator.refusals import Data
 from hf_distca.planner.bin_packing import (
     largest_first,

@@ -13,9 +13,9 @@ from datasets.distributed import split_dataset_by_node
 from numpy.typing import NDArray
 from torch.utils.data import IterableDataset, get_worker_info
 
+from hf_distca.batches.limits import NO_LIMITS, Limits
 from hf_distca.collator.collation import excerpt_rows, rows_batch
 from hf_distca.collator.documents import ANY_COLUMNS, Columns, token_document
-from hf_distca.collator.limits import NO_LIMITS, Limits
 from hf_distca.collator.refusals import Data
 from hf_distca.collator.sampler import fit_documents
 from hf_distca.collator.texts import TextStream

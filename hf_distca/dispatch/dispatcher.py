@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from hf_distca.collator.limits import NO_LIMITS, Limits
-from hf_distca.collator.padding_free import REPLACED_BY_PLAN, checked_document_lengths, filler_batch
+from hf_distca.batches.limits import NO_LIMITS, Limits
+from hf_distca.batches.packed import REPLACED_BY_PLAN, checked_document_lengths, filler_batch
 from hf_distca.dispatch.bound import BoundPlan, Runtime
 from hf_distca.dispatch.exchange import Exchange
 from hf_distca.dispatch.groups import EXCHANGE_CTAS, Groups, RankMesh, first_difference

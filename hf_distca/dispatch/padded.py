@@ -20,8 +20,8 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
-from hf_distca.collator.limits import Limits
-from hf_distca.collator.refusals import Data
+from hf_distca.batches.limits import Limits
+from hf_distca.batches.refusals import Batch
 from hf_distca.dispatch.bound import BoundPlan
 from hf_distca.dispatch.dispatcher import Dispatcher
 from hf_distca.dispatch.groups import Groups
@@ -114,7 +114,7 @@ def read_sequences(
     figures = torch.stack([lengths_B, firsts_B, lasts_B, lowest_B, highest_B]).cpu().numpy()
     lengths, firsts, lasts, lowest, highest = figures
     for sequence in np.flatnonzero((lengths > 0) & (lasts - firsts + 1 != lengths))[:1]:
-        raise Data.HOLES.error(
+        raise Batch.HOLES.error(
             sequence=sequence,
             tokens=lengths[sequence],
             first=firsts[sequence],
@@ -123,7 +123,7 @@ def read_sequences(
     if limits.vocabulary is not None:
         for sequence in np.flatnonzero((lowest < 0) | (highest >= limits.vocabulary))[:1]:
             token = lowest[sequence] if lowest[sequence] < 0 else highest[sequence]
-            raise Data.PADDED_TOKEN_ID.error(
+            raise Batch.PADDED_TOKEN_ID.error(
                 sequence=sequence, token=token, last=limits.vocabulary - 1
             )
     longest = int(lengths.argmax())
@@ -201,7 +201,7 @@ def plan_sequences(
     stay_whole = settings.document_layout == "whole"
     capacity = settings.tokens_per_rank * (1 if stay_whole else settings.ranks)
     if len(lengths) and lengths.max() > capacity:
-        raise Data.LONG_SEQUENCE.error(
+        raise Batch.LONG_SEQUENCE.error(
             length=lengths.max(),
             limit=capacity,
             where="one rank" if stay_whole else "all ranks together",
@@ -602,7 +602,7 @@ class PaddedBatches:
             settings = self.dispatcher.settings
             tokens = sum(int(plan.tokens.sum()) - plan.fillers for plan in plans)
             limit = settings.ranks * settings.tokens_per_rank
-            raise Data.SEVERAL_MICRO_BATCHES.error(
+            raise Batch.SEVERAL_MICRO_BATCHES.error(
                 tokens=tokens, limit=limit, **self._at_once._asdict()
             )
         if self._count is not None:

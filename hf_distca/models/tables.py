@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from torch import nn
 from transformers import PreTrainedModel
 
-from hf_distca.collator.limits import Limits
+from hf_distca.batches.limits import Limits
 from hf_distca.models.decoder import base_model
 from hf_distca.models.rotary import rope_parameters
 

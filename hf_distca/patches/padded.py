@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
-from hf_distca.collator.refusals import Data
+from hf_distca.batches.refusals import Batch
 from hf_distca.config import DistCAConfig
 from hf_distca.dispatch.padded import PackedBatch, PaddedBatch, PaddedBatches
 from hf_distca.models.decoder import base_model, stock_forward
@@ -134,7 +134,7 @@ def _padded_batch(arguments: dict[str, Any]) -> PaddedBatch:
     """Return the padded batch among the arguments of a backbone."""
     input_ids_BL = arguments.get("input_ids")
     if not isinstance(input_ids_BL, Tensor) or input_ids_BL.ndim != 2:
-        raise Data.NO_TOKEN_IDS.error()
+        raise Batch.NO_TOKEN_IDS.error()
     shape = input_ids_BL.shape
     mask_BL = arguments.get("attention_mask")
     if mask_BL is None:
@@ -143,7 +143,7 @@ def _padded_batch(arguments: dict[str, Any]) -> PaddedBatch:
         found = (
             tuple(mask_BL.shape) if isinstance(mask_BL, Tensor) else f"a {type(mask_BL).__name__}"
         )
-        raise Data.OTHER_MASK.error(found=found, shape=tuple(shape))
+        raise Batch.OTHER_MASK.error(found=found, shape=tuple(shape))
     # Without position_ids models number the columns, padding included.
     numbers_BL = torch.arange(shape[1], device=input_ids_BL.device).expand(shape)
     columns = {"input_ids": input_ids_BL.long(), "position_ids": numbers_BL}
@@ -151,7 +151,7 @@ def _padded_batch(arguments: dict[str, Any]) -> PaddedBatch:
         if name in ("input_ids", "attention_mask", *NOT_PER_TOKEN) or not _is_of_tokens(value):
             continue
         if value.dtype not in INTEGERS or value.shape not in (shape, (1, shape[1])):
-            raise Data.OTHER_INPUT.error(name=name, found=tuple(value.shape), shape=tuple(shape))
+            raise Batch.OTHER_INPUT.error(name=name, found=tuple(value.shape), shape=tuple(shape))
         columns[name] = value.long().expand(shape)
     return PaddedBatch(columns, mask_BL)
 
@@ -161,7 +161,7 @@ def _padded_result(results: list[Any], packed: PackedBatch) -> Any:
     outputs: list[list[Tensor]] = []  # of each micro-batch, [rows, ...]
     for result, (_, plan) in zip(results, packed.micro_batches, strict=True):
         if plan.ran.attentions == 0:
-            raise Data.LOST_PADDED_PLAN.error()
+            raise Batch.LOST_PADDED_PLAN.error()
         tensors = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
         outputs.append(
             [tensor.squeeze(0) if _has_batch(tensor, plan.rows) else tensor for tensor in tensors]
@@ -190,4 +190,4 @@ def _has_batch(output: Tensor, rows: int) -> bool:
         return True
     if output.shape[:1] == (rows,):
         return False
-    raise Data.OTHER_OUTPUT.error(found=tuple(output.shape), rows=rows)
+    raise Batch.OTHER_OUTPUT.error(found=tuple(output.shape), rows=rows)

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 from transformers.trainer_pt_utils import nested_numpify
 
-from hf_distca.collator.limits import IGNORED_TARGET
+from hf_distca.batches.limits import IGNORED_TARGET
 from hf_distca.dispatch.groups import Groups
 from hf_distca.plan import MicroBatchPlan
 from hf_distca.trainer.refusals import Run

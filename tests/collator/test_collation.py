@@ -14,15 +14,13 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 from transformers import DataCollatorWithFlattening
 
+from hf_distca.batches.limits import Limits
+from hf_distca.batches.packed import batch_document_lengths, checked_document_lengths
+from hf_distca.batches.refusals import Batch
 from hf_distca.collator import collation
 from hf_distca.collator.collation import DistCACollator, RankDocuments, excerpt_rows
 from hf_distca.collator.documents import document_lengths
-from hf_distca.collator.limits import Limits
-from hf_distca.collator.padding_free import (
-    CollatorWithLengths,
-    batch_document_lengths,
-    checked_document_lengths,
-)
+from hf_distca.collator.padding_free import CollatorWithLengths
 from hf_distca.collator.refusals import Data
 from hf_distca.collator.sampler import GlobalBatchSampler, GlobalMicroBatch, fit_documents
 from hf_distca.collator.streams import StreamPacker
@@ -304,15 +302,15 @@ def test_streams_beyond_the_tables_of_a_model():
 
     assert len(packed([9, 9, 9, 9])) == 1
     with refused(
-        Data.TARGET_ID, name="document 1 of rank 0's share of the stream", label=10, at=1, last=9
+        Batch.TARGET_ID, name="document 1 of rank 0's share of the stream", label=10, at=1, last=9
     ):
         packed([9, 10])
     with refused(
-        Data.TOKEN_ID, name="document 2 of rank 0's share of the stream", token=11, at=0, last=9
+        Batch.TOKEN_ID, name="document 2 of rank 0's share of the stream", token=11, at=0, last=9
     ):
         packed([11, 9])
     with refused(
-        Data.BEYOND_POSITIONS,
+        Batch.BEYOND_POSITIONS,
         name="document 1 of rank 0's share of the stream",
         length=5,
         positions=4,
@@ -361,9 +359,9 @@ def test_lengths_of_a_flattened_batch(options):
     batch = {name: x.to("meta") if isinstance(x, torch.Tensor) else x for name, x in batch.items()}
     with Counting():
         assert checked_document_lengths(batch, Limits(7, 7, 3), "a batch") == (3, 2, 1)
-        with refused(Data.TOKEN_ID, name="a batch", token=6, at=5, last=5):
+        with refused(Batch.TOKEN_ID, name="a batch", token=6, at=5, last=5):
             checked_document_lengths(batch, Limits(6, 7, 3), "a batch")
-        with refused(Data.BEYOND_POSITIONS, name="a document of a batch", length=3, positions=2):
+        with refused(Batch.BEYOND_POSITIONS, name="a document of a batch", length=3, positions=2):
             checked_document_lengths(batch, Limits(7, 7, 2), "a batch")
         with pytest.raises(AssertionError, match="makes the host wait"):
             batch_document_lengths(
@@ -375,16 +373,16 @@ def test_lengths_of_a_flattened_batch(options):
     ("ids", "labels", "entry", "words"),
     [
         ([0, 3, 9], [-100, 3, 9], None, {}),
-        ([0, 10, 9], [-100, 3, 9], Data.TOKEN_ID, {"token": 10, "at": 1, "last": 9}),
-        ([0, -1, 9], [-100, 3, 9], Data.TOKEN_ID, {"token": -1, "at": 1}),
-        ([0, 3, 9], [-100, 8, -1], Data.TARGET_ID, {"label": -1, "at": 2, "last": 8}),
-        ([0, 3, 9], [9, -100, -100], Data.TARGET_ID, {"label": 9, "at": 0}),
+        ([0, 10, 9], [-100, 3, 9], Batch.TOKEN_ID, {"token": 10, "at": 1, "last": 9}),
+        ([0, -1, 9], [-100, 3, 9], Batch.TOKEN_ID, {"token": -1, "at": 1}),
+        ([0, 3, 9], [-100, 8, -1], Batch.TARGET_ID, {"label": -1, "at": 2, "last": 8}),
+        ([0, 3, 9], [9, -100, -100], Batch.TARGET_ID, {"label": 9, "at": 0}),
         ([0, 3, 9], [-100, -100, -100], None, {}),
     ],
     ids=["fits", "large token", "negative token", "negative target", "large target", "no targets"],
 )
 def test_batches_beyond_the_tables_of_a_model(ids, labels, entry, words):
-    classes = 9 if entry is Data.TARGET_ID else 10
+    classes = 9 if entry is Batch.TARGET_ID else 10
     batch = batch_of([0, 1, 2]) | {
         "input_ids": torch.tensor([ids]),
         "labels": torch.tensor([labels]),
@@ -410,28 +408,28 @@ ROW = torch.zeros(1, 3, dtype=torch.long)
 @pytest.mark.parametrize(
     ("entry", "batch", "values"),
     [
-        (Data.ROWS, {"input_ids": ROW.expand(2, 3)}, {"shape": (2, 3)}),
-        (Data.BATCH_MASK, batch_of([0, 1, 2], attention_mask=torch.ones(1, 3, 3)), {}),
-        (Data.BATCH_MASK, batch_of([0, 1, 2], attention_mask=torch.tensor([[1, 1, 0]])), {}),
-        (Data.POSITIONS, batch_of([]), {"found": "begin with []"}),
-        (Data.POSITIONS, batch_of([2, 3, 0]), {"found": "begin with [2, 3, 0]"}),
-        (Data.POSITIONS, batch_of([0, 1, 3, 0]), {"found": "go from 1 to 3 at row 2"}),
+        (Batch.ROWS, {"input_ids": ROW.expand(2, 3)}, {"shape": (2, 3)}),
+        (Batch.BATCH_MASK, batch_of([0, 1, 2], attention_mask=torch.ones(1, 3, 3)), {}),
+        (Batch.BATCH_MASK, batch_of([0, 1, 2], attention_mask=torch.tensor([[1, 1, 0]])), {}),
+        (Batch.POSITIONS, batch_of([]), {"found": "begin with []"}),
+        (Batch.POSITIONS, batch_of([2, 3, 0]), {"found": "begin with [2, 3, 0]"}),
+        (Batch.POSITIONS, batch_of([0, 1, 3, 0]), {"found": "go from 1 to 3 at row 2"}),
         (
-            Data.POSITIONS,
+            Batch.POSITIONS,
             {"input_ids": ROW, "position_ids": ROW.T},
             {"found": "have the shape (3, 1) for 3 tokens"},
         ),
         (
-            Data.WRONG_BOUNDARIES,
+            Batch.WRONG_BOUNDARIES,
             batch_of([0, 1, 0, 1], cu_seq_lens_q=torch.tensor([0, 2, 5])),
             {"name": "cu_seq_lens_q", "lengths": "(2, 3)", "total": 5, "tokens": 4},
         ),
         (
-            Data.WRONG_BOUNDARIES,
+            Batch.WRONG_BOUNDARIES,
             batch_of([0, 1], document_lengths=(2, 0)),
             {"name": "document_lengths"},
         ),
-        (Data.NO_BOUNDARIES, {"input_ids": ROW}, {"fields": ["input_ids"]}),
+        (Batch.NO_BOUNDARIES, {"input_ids": ROW}, {"fields": ["input_ids"]}),
     ],
 )
 def test_faulty_batches(entry, batch, values):

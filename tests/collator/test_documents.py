@@ -6,6 +6,8 @@ import datasets
 import numpy as np
 import pytest
 
+from hf_distca.batches.limits import NO_LIMITS, Limits
+from hf_distca.batches.refusals import Batch
 from hf_distca.collator.documents import (
     ANY_COLUMNS,
     Columns,
@@ -14,7 +16,6 @@ from hf_distca.collator.documents import (
     dataset_fingerprint,
     document_lengths,
 )
-from hf_distca.collator.limits import NO_LIMITS, Limits
 from hf_distca.collator.refusals import Data
 from hf_distca.collator.sampler import fit_documents
 from tests.refused import refused
@@ -169,11 +170,11 @@ LAST = "document 1500 of the data set"
     [
         ([1, 9], [1, 11], None, {}),
         ([1, 9], [12, -100], None, {}),  # the first label is no target
-        ([1, 10], [1, 7], Data.TOKEN_ID, {"token": 10, "at": 1, "last": 9}),
-        ([-1, 9], [1, 7], Data.TOKEN_ID, {"token": -1, "at": 0}),
-        ([1, 9], [1, 12], Data.TARGET_ID, {"label": 12, "at": 1, "last": 11}),
-        ([1, 9, 9], [1, -100, -1], Data.TARGET_ID, {"label": -1, "at": 2}),
-        ([1, 9], [1, -101], Data.TARGET_ID, {"label": -101, "at": 1}),
+        ([1, 10], [1, 7], Batch.TOKEN_ID, {"token": 10, "at": 1, "last": 9}),
+        ([-1, 9], [1, 7], Batch.TOKEN_ID, {"token": -1, "at": 0}),
+        ([1, 9], [1, 12], Batch.TARGET_ID, {"label": 12, "at": 1, "last": 11}),
+        ([1, 9, 9], [1, -100, -1], Batch.TARGET_ID, {"label": -1, "at": 2}),
+        ([1, 9], [1, -101], Batch.TARGET_ID, {"label": -101, "at": 1}),
     ],
 )
 def test_tokens_and_labels_beyond_the_tables_of_a_model(make, tokens, labels, entry, values):
@@ -187,7 +188,7 @@ def test_tokens_and_labels_beyond_the_tables_of_a_model(make, tokens, labels, en
 def test_tokens_are_targets_where_there_are_no_labels(make):
     limits = Limits(vocabulary=10, classes=8)
     checked(make({"input_ids": [[8, 7]]}), limits=limits)
-    with refused(Data.TARGET_ID, name="document 0 of the data set", label=8, at=1):
+    with refused(Batch.TARGET_ID, name="document 0 of the data set", label=8, at=1):
         checked(make({"input_ids": [[7, 8]]}), limits=limits)
 
 

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hf_distca.collator.limits import NO_LIMITS, Limits
+from hf_distca.batches.limits import NO_LIMITS, Limits
 from hf_distca.collator.refusals import Data
 from hf_distca.collator.sampler import GlobalBatchSampler, fit_documents
 from hf_distca.collator.summary import documents_summary

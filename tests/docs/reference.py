@@ -13,6 +13,7 @@ from string import Formatter
 from typing import Any, get_args
 
 import hf_distca
+from hf_distca.batches.refusals import Batch
 from hf_distca.cli.main import TOOLS
 from hf_distca.collator.refusals import Data, Source
 from hf_distca.models.refusals import ADAPTERS, ALORA, PROMPT_LEARNING, Models
@@ -91,7 +92,7 @@ REFUSALS: dict[str, tuple[Refusal, ...]] = {
         *(*refusals.TRAINER, *refusals.PACKED_TRAINER, *refusals.PADDED_TRAINER),
     ),
     "Files and names of data": entries(Source),
-    "Data": entries(Data),
+    "Data": (*entries(Data), *entries(Batch)),
     "Runs": entries(refusals.Run),
     "Resuming": entries(refusals.Resume),
 }

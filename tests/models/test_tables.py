@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from hf_distca.collator.limits import Limits
+from hf_distca.batches.limits import Limits
 from hf_distca.models.tables import model_limits, trained_positions
 from tests.models_and_batches import small_model
 from tests.survey.tiny import tiny_config

@@ -9,6 +9,7 @@ import pytest
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM, TrainerCallback
 
+from hf_distca.batches.refusals import Batch
 from hf_distca.collator.refusals import Data
 from hf_distca.trainer.refusals import Run
 from tests.models_and_batches import small_model
@@ -51,8 +52,8 @@ FAULTS = [
     (Data.LONG, LONG, {"longest": 4, "length": 161}),
     (Data.LABELS, {"input_ids": [3, 4], "labels": [3]}, {"labels": 1}),
     (Data.EMPTY_DOCUMENT, {"input_ids": [], "labels": []}, {}),
-    (Data.TOKEN_ID, TOKEN, {"token": 64, "at": 1, "last": 63}),
-    (Data.TARGET_ID, {"input_ids": [3, 4], "labels": [3, 64]}, {"label": 64}),
+    (Batch.TOKEN_ID, TOKEN, {"token": 64, "at": 1, "last": 63}),
+    (Batch.TARGET_ID, {"input_ids": [3, 4], "labels": [3, 64]}, {"label": 64}),
 ]
 
 
@@ -93,11 +94,11 @@ def test_positions_of_a_model(tmp_path):
     model = AutoModelForCausalLM.from_config(config, attn_implementation="distca")
     rows = [{"input_ids": [3] * 8}, {"input_ids": [3] * 40}]
     with refused(
-        Data.BEYOND_POSITIONS, name="document 1 of train_dataset", length=40, positions=32
+        Batch.BEYOND_POSITIONS, name="document 1 of train_dataset", length=40, positions=32
     ):
         trainer_of(tmp_path, stored(rows), model=model).train()
     with refused(
-        Data.BEYOND_POSITIONS, name="document 1 of rank 0's share of train_dataset", length=40
+        Batch.BEYOND_POSITIONS, name="document 1 of rank 0's share of train_dataset", length=40
     ):
         make_trainer(
             str(tmp_path),

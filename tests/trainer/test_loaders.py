@@ -18,9 +18,10 @@ import torch.distributed as dist
 from torch.utils.data import IterableDataset
 from transformers import TrainerCallback
 
+from hf_distca.batches.limits import NO_LIMITS
+from hf_distca.batches.packed import batch_document_lengths
 from hf_distca.collator import collation
-from hf_distca.collator.limits import NO_LIMITS
-from hf_distca.collator.padding_free import CollatorWithLengths, batch_document_lengths
+from hf_distca.collator.padding_free import CollatorWithLengths
 from hf_distca.collator.refusals import Data
 from hf_distca.dispatch import dispatcher
 from hf_distca.plan import PLAN_KEY

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from hf_distca.collator.refusals import Data
+from hf_distca.batches.refusals import Batch
 
 IGNORED_TARGET = -100
 """Target of a row without loss, as everywhere in Hugging Face."""
@@ -45,13 +45,13 @@ class Limits:
         if self.vocabulary is not None:
             index = _first_beyond(tokens_L, self.vocabulary)
             if index is not None:
-                raise Data.TOKEN_ID.error(
+                raise Batch.TOKEN_ID.error(
                     name=name, token=tokens_L[index], at=index, last=self.vocabulary - 1
                 )
         if self.classes is not None:
             index = _first_beyond(targets_L, self.classes, ignored=IGNORED_TARGET)
             if index is not None:  # the target is the next label
-                raise Data.TARGET_ID.error(
+                raise Batch.TARGET_ID.error(
                     name=name, label=targets_L[index], at=index + 1, last=self.classes - 1
                 )
 
@@ -61,7 +61,7 @@ class Limits:
         The error calls the document `name`.
         """
         if self.positions is not None and length > self.positions:
-            raise Data.BEYOND_POSITIONS.error(name=name, length=length, positions=self.positions)
+            raise Batch.BEYOND_POSITIONS.error(name=name, length=length, positions=self.positions)
 
     def check_batch(
         self, values: Mapping[str, Extremes], lengths: tuple[int, ...], name: str
@@ -74,10 +74,10 @@ class Limits:
         """
         for value, row in values.get("input_ids", ()):
             if self.vocabulary is not None and not 0 <= value < self.vocabulary:
-                raise Data.TOKEN_ID.error(name=name, token=value, at=row, last=self.vocabulary - 1)
+                raise Batch.TOKEN_ID.error(name=name, token=value, at=row, last=self.vocabulary - 1)
         for value, row in values.get("labels", ()):
             if self.classes is not None and not 0 <= value < self.classes:
-                raise Data.TARGET_ID.error(name=name, label=value, at=row, last=self.classes - 1)
+                raise Batch.TARGET_ID.error(name=name, label=value, at=row, last=self.classes - 1)
         self.check_length(max(lengths), f"a document of {name}")
 
 

@@ -10,6 +10,7 @@ padded batch; N rows of all micro-batches that this rank holds; C integers of ea
 """
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from itertools import count
 from typing import Any, NamedTuple
@@ -42,7 +43,7 @@ from hf_distca.planner.prefixes import Hashes, SharedPrefixes, hashes_of, share_
 from hf_distca.planner.settings import PlanSettings
 
 PLANS_KEPT = 16
-"""Plans of earlier batches that are kept: a reference model, or another pass over rollouts, has the
+"""Least number of plans that are kept: a reference model, or another pass over rollouts, has the
 same lengths."""
 NO_RANK = -1
 """Source of the rows that no rank was given: a filler's."""
@@ -80,6 +81,10 @@ class PaddedBatch:
     mask: Tensor  # [B, L], 0 for padding
 
 
+OfRank = tuple[tuple[int, ...], tuple[Hashes, ...] | None]
+"""Lengths of a rank's sequences, and their hashes if equal beginnings are shared."""
+
+
 @dataclass(frozen=True, eq=False)
 class Sequences:
     """The sequences of a padded batch, on the host."""
@@ -87,6 +92,11 @@ class Sequences:
     firsts: NDArray[np.int64]  # [B] column of each sequence's first token
     lengths: NDArray[np.int64]  # [B] number of tokens of each sequence
     hashes: tuple[Hashes, ...] | None = None  # of each sequence, if equal beginnings are shared
+
+    @property
+    def of_rank(self) -> OfRank:
+        """What other ranks have to know of them."""
+        return tuple(self.lengths.tolist()), self.hashes
 
 
 def read_sequences(
@@ -141,10 +151,6 @@ def _hashes(
         hashes_of(tokens_LC[first : first + length])
         for tokens_LC, first, length in zip(tokens_BLC, firsts, lengths, strict=True)
     )
-
-
-OfRank = tuple[tuple[int, ...], tuple[Hashes, ...] | None]
-"""Lengths of a rank's sequences, and their hashes if equal beginnings are shared."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -549,11 +555,34 @@ class PaddedBatches:
         self._share_prefixes = share_prefixes
         self.dispatcher, self._count, self._at_once = dispatcher, count, at_once
         # By lengths and hashes, and by whether there will be a backward; the latest last.
-        self._plans: dict[tuple[tuple[OfRank, ...], bool], PlannedSequences] = {}
+        self._plans: dict[tuple[tuple[OfRank, ...], bool], Future[PlannedSequences]] = {}
+        self._plans_kept = PLANS_KEPT
         self._settings = dispatcher.settings  # of those plans
+        self._planner = ThreadPoolExecutor(1, "planner of padded batches")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "PaddedBatches":
         return self  # the copy of a model runs on the same ranks
+
+    def plan_ahead(self, read: Callable[[], Sequence[PaddedBatch]]) -> None:
+        """Begin to plan batches that are packed later, on a thread. A collective call.
+
+        `pack` finds the plan of a batch by its lengths and hashes, and plans a batch that is new.
+
+        Args:
+            read: returns the batches of this rank, as many as on every rank, or raises ValueError.
+
+        Raises:
+            ValueError: A rank's batch cannot be packed; on every rank.
+        """
+        by_rank = self.dispatcher.groups.all_gather_checked(
+            lambda: [self._sequences(batch).of_rank for batch in read()],
+            of="lengths of sequences of later batches",
+        )
+        batches = list(zip(*by_rank, strict=True))
+        # The same sequences may be planned with and without a backward.
+        self._plans_kept = max(self._plans_kept, 2 * len(batches))
+        for of_ranks in batches:
+            self._planned(of_ranks)
 
     def pack(self, read: Callable[[], PaddedBatch]) -> PackedBatch:
         """Pack the padded batches of all ranks. A collective call.
@@ -564,18 +593,17 @@ class PaddedBatches:
         Raises:
             ValueError: A rank's batch cannot be packed; on every rank.
         """
-        groups, limits = self.dispatcher.groups, self.dispatcher.limits
+        groups = self.dispatcher.groups
         given: list[tuple[PaddedBatch, Sequences]] = []
 
         def lengths_and_hashes() -> OfRank:
             batch = read()
-            sequences = read_sequences(batch, limits, share_prefixes=self._share_prefixes)
+            sequences = self._sequences(batch)
             given.append((batch, sequences))
-            return tuple(sequences.lengths.tolist()), sequences.hashes
+            return sequences.of_rank
 
-        planned = self._planned(
-            tuple(groups.all_gather_checked(lengths_and_hashes, of="lengths of sequences"))
-        )
+        of_ranks = groups.all_gather_checked(lengths_and_hashes, of="lengths of sequences")
+        planned = self._planned(tuple(of_ranks)).result()
         ((batch, sequences),) = given
         travel = RowTravel(planned, sequences, batch.mask.shape, groups, batch.mask.device)
         rows_NC = travel.forth(
@@ -608,7 +636,11 @@ class PaddedBatches:
         if self._count is not None:
             self._count(packed)
 
-    def _planned(self, of_ranks: tuple[OfRank, ...]) -> PlannedSequences:
+    def _sequences(self, batch: PaddedBatch) -> Sequences:
+        return read_sequences(batch, self.dispatcher.limits, share_prefixes=self._share_prefixes)
+
+    def _planned(self, of_ranks: tuple[OfRank, ...]) -> Future[PlannedSequences]:
+        """Return the plans for sequences, which a thread makes if they are new."""
         if self._settings is not self.dispatcher.settings:
             self._plans.clear()
             self._settings = self.dispatcher.settings
@@ -620,8 +652,10 @@ class PaddedBatches:
         if planned is None:
             lengths = [lengths for lengths, _ in of_ranks]
             hashes = [hashes for _, hashes in of_ranks if hashes is not None]
-            planned = plan_sequences(lengths, settings, hashes if self._share_prefixes else None)
+            planned = self._planner.submit(
+                plan_sequences, lengths, settings, hashes if self._share_prefixes else None
+            )
         self._plans[key] = planned
-        if len(self._plans) > PLANS_KEPT:
+        if len(self._plans) > self._plans_kept:
             del self._plans[next(iter(self._plans))]
         return planned

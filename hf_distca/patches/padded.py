@@ -7,7 +7,7 @@ calls the model, sees a padded batch.
 """
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -42,6 +42,20 @@ def pack_backbone(model: nn.Module, batches: PaddedBatches) -> None:
         if hasattr(type(base), "generate"):
             base.__class__ = subclass(type(base), _Generating)
     backbone.batches = batches
+
+
+def plan_ahead(model: nn.Module, batches: Sequence[dict[str, Tensor]]) -> None:
+    """Begin to plan padded batches that a model is given later. A collective call.
+
+    Planning goes on while the model computes. Other batches, or the same ones in another order, may
+    come.
+
+    Args:
+        model: a model that `pack_backbone` has seen, unwrapped.
+        batches: `input_ids` and `attention_mask` [B, L] of each batch.
+    """
+    backbone: Any = base_model(model).base_model
+    backbone.batches.plan_ahead(lambda: [_padded_batch(batch) for batch in batches])
 
 
 def why_not_shared(model: nn.Module, config: DistCAConfig) -> str | None:

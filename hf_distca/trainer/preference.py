@@ -9,6 +9,10 @@ are TRL's.
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+from torch import Tensor
+
+from hf_distca.patches.padded import plan_ahead
 from hf_distca.plan import ATTENTION_NAME
 from hf_distca.refusal import PackageError, check
 from hf_distca.trainer.arguments import DistCAPaddedArguments
@@ -87,6 +91,51 @@ class TRLMixin(DistCAPaddedMixin):
         return trl_trainer._precompute_ref_logps(*args, **kwargs)
 
 
+class RolloutMixin(TRLMixin):
+    """Plans of rollouts, which are made ahead: rollouts are known long before the model sees them.
+
+    They are planned on a thread while the model computes.
+    """
+
+    def _prepare_inputs(self, *args: Any, **kwargs: Any) -> Any:
+        """Generate rollouts as TRL does, and plan the micro-batches that they are divided into."""
+        trainer: Any = self
+        earlier = trainer._buffered_inputs
+        inputs = super()._prepare_inputs(*args, **kwargs)
+        if trainer._buffered_inputs is not earlier:
+            batches = []
+            for rollouts in trainer._buffered_inputs:
+                batch = {
+                    name: torch.cat([rollouts[f"prompt_{part}"], rollouts[f"completion_{part}"]], 1)
+                    for name, part in (("input_ids", "ids"), ("attention_mask", "mask"))
+                }
+                batches.append(batch)
+            plan_ahead(self.model, batches)
+        return inputs
+
+    def _get_per_token_logps_and_entropies(
+        self,
+        model: Any,
+        input_ids: Tensor,
+        attention_mask: Tensor,
+        logits_to_keep: int,
+        batch_size: int | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Return log-probs as TRL does, and plan all chunks of `batch_size` rows before the first.
+
+        Chunks are not joined: `batch_size` limits the padded rows of the head.
+        """
+        if batch_size is not None and batch_size < len(input_ids):
+            chunks = zip(input_ids.split(batch_size), attention_mask.split(batch_size), strict=True)
+            batches = [{"input_ids": ids, "attention_mask": mask} for ids, mask in chunks]
+            plan_ahead(self.accelerator.unwrap_model(model), batches)
+        trl_trainer: Any = super()
+        return trl_trainer._get_per_token_logps_and_entropies(
+            model, input_ids, attention_mask, logits_to_keep, batch_size, **kwargs
+        )
+
+
 class DistCADPOTrainer(TRLMixin, DPOTrainer):
     """TRL's `DPOTrainer`, whose padded batches are computed packed and balanced.
 
@@ -94,14 +143,14 @@ class DistCADPOTrainer(TRLMixin, DPOTrainer):
     """
 
 
-class DistCAGRPOTrainer(TRLMixin, GRPOTrainer):
+class DistCAGRPOTrainer(RolloutMixin, GRPOTrainer):
     """TRL's `GRPOTrainer`, whose padded batches are computed packed and balanced.
 
     `args` is a `DistCAGRPOConfig`.
     """
 
 
-class DistCARLOOTrainer(TRLMixin, RLOOTrainer):
+class DistCARLOOTrainer(RolloutMixin, RLOOTrainer):
     """TRL's `RLOOTrainer`, whose padded batches are computed packed and balanced.
 
     `args` is a `DistCARLOOConfig`.

@@ -4,9 +4,12 @@ padded batch.
 Shape suffixes: B sequences, L columns.
 """
 
+import threading
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -23,7 +26,14 @@ from transformers import (
 )
 
 from hf_distca import DistCAConfig, pack_padded
-from hf_distca.dispatch.padded import PackedBatch, PaddedBatches, plan_sequences
+from hf_distca.dispatch import padded
+from hf_distca.dispatch.padded import (
+    PackedBatch,
+    PaddedBatches,
+    PlannedSequences,
+    plan_sequences,
+)
+from hf_distca.patches.padded import plan_ahead
 from hf_distca.planner import prefixes
 from hf_distca.planner.settings import PlanSettings
 from tests.models_and_batches import SMALL, SMALL_KIND
@@ -233,6 +243,93 @@ def test_plans_without_gradients_are_of_a_forward(
     rank_pools[2].run(forward_only_plans, str(tmp_path))
 
 
+@dataclass(frozen=True)
+class Counted:
+    """What the ranks did for batches that were planned ahead."""
+
+    plans: tuple[int, ...]  # made until all were planned, packed once, packed again, and a new one
+    exchanges: int  # of lengths, for all of that
+    goes_on: bool  # whether later batches were planned while the first one was computed
+
+
+def plan_before_packing(batches_ahead: int) -> Counted:
+    """Plan batches ahead, and compute them as batches that are not planned ahead."""
+    rank = dist.get_rank()
+    lengths = [[3 + number, 20, 1 + rank] for number in range(batches_ahead)]
+    given = [padded_batch(of_batch, "left", rank) for of_batch in lengths]
+    model = small_model("llama", "distca")
+    dispatcher = pack_padded(model, DistCAConfig(tokens_per_rank=64), torch.device("cpu"))
+    expected = [model(**batch).logits for batch in given]
+    model.base_model.batches = PaddedBatches(dispatcher)
+    first_computed = threading.Event()
+    in_time: list[bool] = []
+    plans: list[Any] = []
+
+    def noted(*args: Any) -> PlannedSequences:
+        if plans:  # the first one is waited for
+            in_time.append(first_computed.wait(20))
+            first_computed.set()  # waits once at most
+        plans.append(args)
+        return plan_sequences(*args)
+
+    def computed() -> int:
+        for batch, logits in zip(given, expected, strict=True):
+            torch.testing.assert_close(model(**batch).logits, logits)
+            first_computed.set()
+        return len(plans)
+
+    groups = dispatcher.groups
+    exchange = groups.all_gather_checked
+    try:
+        with (
+            patch.object(padded, "plan_sequences", noted),
+            patch.object(groups, "all_gather_checked", side_effect=exchange) as exchanges,
+        ):
+            plan_ahead(model, given)
+            once, again = computed(), computed()
+            model(**padded_batch([9], "right", rank))
+        return Counted((once, again, len(plans)), exchanges.call_count, all(in_time))
+    finally:
+        dispatcher.close()
+
+
+def test_later_batches_are_planned_while_earlier_ones_are_computed(rank_pools):
+    # More batches than plans are kept of by default.
+    batches = padded.PLANS_KEPT + 1
+    expected = Counted((batches, batches, batches + 1), 1 + 2 * batches + 1, goes_on=True)
+    assert rank_pools[2].run(plan_before_packing, batches) == [expected] * 2
+
+
+def message_ahead(change: Callable[[dict[str, Tensor]], dict[str, Any]]) -> tuple[str, str]:
+    """Where batches are planned ahead and where they are packed, the error on this rank."""
+    model = small_model("llama", "distca")
+    dispatcher = pack_padded(model, DistCAConfig(tokens_per_rank=64), torch.device("cpu"))
+    batch: dict[str, Any] = padded_batch([5, 4], "right", dist.get_rank())
+    del batch["labels"]
+    messages = []
+    try:
+        if dist.get_rank() == 1:
+            batch = change(batch)
+        for call in (lambda: plan_ahead(model, [batch]), lambda: model(**batch)):
+            try:
+                call()
+                messages.append("")
+            except ValueError as error:
+                messages.append(str(error))
+        return messages[0], messages[1]
+    finally:
+        dispatcher.close()
+
+
+def test_batches_that_cannot_be_planned_are_refused_on_both_ranks(rank_pools):
+    for ahead, packed in rank_pools[2].run(message_ahead, with_holes):
+        assert "the mask of sequence 0 of a padded batch has 4 tokens" in ahead
+        assert packed == ahead
+    for ahead, packed in rank_pools[2].run(message_ahead, with_long_sequence):
+        assert ahead == ""  # other batches may be computed before
+        assert "a sequence of a padded batch has 200 tokens" in packed
+
+
 def with_holes(batch: dict[str, Tensor]) -> dict[str, Any]:
     batch["attention_mask"][0, 2] = 0
     return batch
@@ -365,7 +462,7 @@ def compare_shared_with_stock(name: str, block: int, settings: dict[str, Any]) -
     try:
         found, gradient = outputs_and_gradients(model, batch)
         batches: PaddedBatches = model.base_model.batches
-        planned = next(iter(batches._plans.values()))
+        planned = next(iter(batches._plans.values())).result()
         is_token_BL = batch["attention_mask"].bool()
         torch.testing.assert_close(found.loss, expected.loss, rtol=1e-5, atol=1e-6)
         torch.testing.assert_close(gradient, expected_gradient, rtol=2e-4, atol=2e-6)

@@ -5,6 +5,7 @@ and rollouts.
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import peft
@@ -15,6 +16,8 @@ from torch import Tensor, nn
 from transformers import DataCollatorForSeq2Seq, EvalPrediction, Trainer, TrainingArguments
 
 import hf_distca
+from hf_distca.dispatch import padded
+from hf_distca.dispatch.groups import Groups
 from hf_distca.patches.padded import PackedBackbone
 from hf_distca.trainer.refusals import TRL_ARGUMENTS
 from tests.models_and_batches import exchanging, small_model
@@ -113,6 +116,40 @@ def test_trainings_are_those_of_trl(launch, tmp_path, subtests):
         assert max(exchange_bytes) > 0
     finally:
         pool.close()
+
+
+def plans_of_rollouts(folder: str, kind: str) -> tuple[list[str], int]:
+    """What a training did before its models ran, in this order, and the number of its plans."""
+    events: list[str] = []
+    made = []
+    exchange, prepared = Groups.all_gather_checked, padded.plan_sequences
+
+    def exchanged(self: Groups, make: Any, *, of: str) -> Any:
+        if of.startswith("lengths of sequences"):
+            events.append("ahead" if of.endswith("later batches") else "packed")
+        return exchange(self, make, of=of)
+
+    def planned(*args: Any) -> Any:
+        made.append(args)
+        return prepared(*args)
+
+    arguments = {"num_iterations": 2, "steps_per_generation": 2, "max_steps": 4}
+    with (
+        patch.object(Groups, "all_gather_checked", exchanged),
+        patch.object(padded, "plan_sequences", planned),
+    ):
+        train(folder, Case(kind, arguments=arguments), planned=True)
+    return events, len(made)
+
+
+@pytest.mark.parametrize("kind", ["grpo", "rloo"])
+def test_rollouts_are_planned_as_soon_as_they_are_known(rank_pools, tmp_path, kind):
+    """Two chunks of rollouts, which the model and the reference see; then two micro-batches, which
+    the model sees twice.
+    """
+    chunks = ["ahead", "packed", "packed"]
+    events = [*chunks, *chunks, "ahead", *["packed"] * 4]
+    assert rank_pools[2].run(plans_of_rollouts, str(tmp_path), kind) == [(events, 6)] * 2
 
 
 def train_in_bf16(folder: str) -> tuple[float, float]:

@@ -29,15 +29,17 @@ from hf_distca.models.tensor_parallel import is_divided_at_load
 
 DDP = (DistributedType.MULTI_GPU, DistributedType.MULTI_CPU)
 """Types of a launch that wraps the model by DDP."""
+TASKS_OF_SLURM = "SLURM_STEP_NUM_TASKS"
 LAUNCHED = (
     "WORLD_SIZE",
     "OMPI_COMM_WORLD_SIZE",
     "PMI_SIZE",
     "MV2_COMM_WORLD_SIZE",
-    "SLURM_STEP_NUM_TASKS",
+    TASKS_OF_SLURM,
 )
 """Variables by which launchers tell a process how many were started: torchrun, accelerate and
 deepspeed; MPI; srun."""
+STDIN = 0
 
 
 def join_on_cpu(args: Any) -> None:
@@ -77,8 +79,12 @@ def share_on_cpu(args: Any, model: Any = None) -> None:
 
 def launched_processes() -> int:
     """Return the number of processes that the launcher started, or 1 if no variable says so."""
-    counts = [os.environ[name] for name in LAUNCHED if os.environ.get(name)]
-    return int(counts[0]) if counts else 1
+    counts = {name: os.environ[name] for name in LAUNCHED if os.environ.get(name)}
+    # `srun --ntasks 8 --pty bash` starts eight shells, of which one has the terminal. A process
+    # that somebody starts there is alone. Processes that srun starts have no terminal.
+    if os.isatty(STDIN):
+        counts.pop(TASKS_OF_SLURM, None)
+    return int(next(iter(counts.values()), 1))
 
 
 @dataclass(frozen=True)

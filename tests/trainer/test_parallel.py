@@ -2,7 +2,9 @@
 trainings.
 """
 
+import os
 import re
+from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +16,8 @@ import torch.distributed as dist
 from accelerate import DistributedType, PartialState
 from accelerate.state import AcceleratorState
 from torch import nn
-from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.nn.parallel import DistributedDataParallel
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 from hf_distca import DistCAConfig, DistCATrainingArguments
@@ -38,6 +41,7 @@ from hf_distca.trainer.parallel import (
 )
 from hf_distca.trainer.refusals import LOSES_DEEPSPEED, NOT_CONNECTED, TRAINER, Run
 from tests.models_and_batches import small_model
+from tests.ranks import RankPool
 from tests.refused import refused
 from tests.survey.tiny import tiny_config
 from tests.trainer.features import with_frozen_tower, with_tower
@@ -274,6 +278,74 @@ def test_launchers_that_say_how_many_processes_they_started(monkeypatch):
     ):  # a launcher's own variable counts before that of MPI or srun
         monkeypatch.setenv(name, str(number))
         assert launched_processes() == number
+
+
+@pytest.mark.parametrize(
+    ("variables", "has_terminal", "launched"),
+    [
+        ({"SLURM_STEP_NUM_TASKS": "8"}, False, 8),  # srun --ntasks 8 python train.py
+        ({"SLURM_STEP_NUM_TASKS": "8"}, True, 1),  # srun --ntasks 8 --pty bash, and python there
+        ({"SLURM_STEP_NUM_TASKS": "8", "WORLD_SIZE": "2"}, True, 2),  # and torchrun there
+        ({"SLURM_NTASKS": "8"}, False, 1),  # sbatch --ntasks 8 with python in its script
+    ],
+)
+def test_a_process_that_is_started_by_hand_in_a_step_of_slurm(
+    monkeypatch, variables, has_terminal, launched
+):
+    for name in LAUNCHED:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(os, "isatty", lambda descriptor: has_terminal and descriptor == 0)
+    assert launched_processes() == launched
+
+
+def _message_for_prepared(prepare: Callable[[Any], Any]) -> str:
+    """The error of a custom loop that prepares a model too early."""
+    with pytest.raises(ValueError, match="wrapped") as error:
+        make_dispatcher(prepare(small_model()), DistCAConfig(), torch.device("cpu"))
+    return str(error.value)
+
+
+def _as_engine(model: Any) -> Any:
+    """What Accelerator.prepare makes of a model under DeepSpeed."""
+    import deepspeed
+
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "zero_optimization": {"stage": 2},
+        "zero_allow_untested_optimizer": True,
+    }
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
+
+
+def _as_shards(model: Any) -> Any:
+    """What Accelerator.prepare makes of a model under FSDP2."""
+    for layer in model.model.layers:
+        fully_shard(layer)
+    return fully_shard(model)
+
+
+def test_models_that_are_prepared_too_early_are_refused():
+    pytest.importorskip("deepspeed")
+    pool = RankPool(1)  # of its own, because DeepSpeed leaves its state in a process
+    try:
+        messages = {
+            prepare: pool.run(_message_for_prepared, prepare)[0]
+            for prepare in (DistributedDataParallel, _as_shards, _as_engine)
+        }
+    finally:
+        pool.close()
+    wrapper = {
+        DistributedDataParallel: "LlamaForCausalLM is wrapped or compiled already, as "
+        "DistributedDataParallel",
+        _as_shards: "FSDPLlamaForCausalLM is wrapped or compiled already, as FSDPLlamaForCausalLM",
+        _as_engine: "LlamaForCausalLM is wrapped or compiled already, as DeepSpeedEngine",
+    }
+    for prepare, message in messages.items():
+        assert message.startswith(f"{wrapper[prepare]}, but hf_distca changes the model before")
+        assert "call make_dispatcher, or make the trainer, before Accelerator.prepare" in message
 
 
 def _refusal_of_ranks_that_accelerate_does_not_connect(lost: int) -> tuple[str, int]:

@@ -304,6 +304,7 @@ def plan_report(figures: Mapping[str, Any], memory: Mapping[str, Sequence[str]])
         ),
         table_of_ranks("Each rank", columns, ",.10g"),
     )
+    cut = [_section("Documents are cut", figures["advice"])] if figures["advice"] else []
     in_memory = []
     if memory:
         (first, strategies), *others = memory.items()
@@ -322,6 +323,7 @@ def plan_report(figures: Mapping[str, Any], memory: Mapping[str, Sequence[str]])
         f"{given['tokens_per_rank']:,} tokens.",
         [
             _lengths(bins),
+            *cut,
             load,
             in_bytes,
             *in_memory,

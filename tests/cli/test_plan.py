@@ -515,8 +515,10 @@ def test_micro_batches_are_drawn(dumped, figures, tmp_path, without_memory):
     assert figures("simulate", *of_file)["documents"] > 10  # more than the file has
 
 
-def test_drawn_documents_that_are_cut_are_named(run):
-    options = ("plan", "--ranks", "2", "--tokens-per-rank", "512", "--lengths")
+def test_drawn_documents_that_are_cut_are_named(run, tmp_path):
+    report = tmp_path / "report.html"
+    options = ("plan", "--ranks", "2", "--tokens-per-rank", "512", "--report", str(report))
+    options += ("--lengths",)
     status, printed, _ = run(*options, "lognormal:5000,0.01")
     assert status == 0
     sentence = (
@@ -524,7 +526,9 @@ def test_drawn_documents_that_are_cut_are_named(run):
     )
     assert sentence in printed
     assert "Here they are cut to 1,024." in printed
+    assert sentence in report.read_text(encoding="utf-8")
     assert "are cut to" not in run(*options, "lognormal:100,0.1")[1]
+    assert "are cut to" not in report.read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("source", ["prolong", "one-long", "lognormal:300,1"])

@@ -509,10 +509,12 @@ class PackedBatch:
     Attributes:
         micro_batches: of each, the inputs of the model by name, [1, rows] int64, and its bound
             plan.
+        shared_rows: of `PlannedSequences`.
     """
 
     micro_batches: list[tuple[dict[str, Tensor], BoundPlan]]
     travel: RowTravel
+    shared_rows: int
 
     def returned(self, outputs: Sequence[Sequence[Tensor]]) -> list[Tensor]:
         """Return outputs of the model as rows [F, ...] of the padded batch; rows of padding are 0.
@@ -617,7 +619,7 @@ class PaddedBatches:
                 for index, name in enumerate(batch.columns)
             }
             micro_batches.append((inputs, self.dispatcher.bind(plan)))
-        return PackedBatch(micro_batches, travel)
+        return PackedBatch(micro_batches, travel, planned.shared_rows)
 
     def see_trained(self, packed: PackedBatch) -> None:
         """See a batch that a model is about to train on.

@@ -101,6 +101,14 @@ METRICS: dict[str, Metric] = {
     "padding_share": Metric(
         "share", "Share of padded batches that is padding, which is not computed", PADDED
     ),
+    "computed_rows": Metric(
+        "rows per step", "Rows that all ranks compute: tokens, without shared rows", PADDED
+    ),
+    "shared_rows": Metric(
+        "rows per step",
+        "Tokens that are not computed, because another sequence begins with them too",
+        PADDED,
+    ),
     "mfu": Metric(
         "share",
         "Model FLOPs utilization in bfloat16, on A100, A800, H100, H200, H800, B200 and L40S",
@@ -212,6 +220,7 @@ class StepMeter(TrainerCallback):
         # Of each micro-batch: plan, what ran, and number of stages.
         self._counted: list[tuple[MicroBatchPlan, Ran, int]] = []
         self._padded_rows = 0  # of this rank's padded batches, padding included
+        self._shared_rows = 0  # of all ranks' padded batches
         self.steps = 0  # since figures were last returned
         self._since = self._seconds()  # when figures were last returned
 
@@ -247,6 +256,7 @@ class StepMeter(TrainerCallback):
         for _, bound in packed.micro_batches:
             self.count(bound)
         self._padded_rows += math.prod(packed.travel.shape)
+        self._shared_rows += packed.shared_rows
 
     def figures(self) -> dict[str, float]:
         """Return the figures since the last call, by their names in `METRICS`. A collective."""
@@ -281,7 +291,8 @@ class StepMeter(TrainerCallback):
         """Return speed, waits and the times of core attention."""
         elapsed = measured.elapsed
         plans = measured.plans
-        tokens = sum(plan.document_tokens for plan in plans)
+        computed_rows = sum(plan.document_tokens for plan in plans)
+        tokens = computed_rows + self._shared_rows
         servers = 0 if self._pool is None else len(self._pool.servers)
         devices = self._processes + servers
         longest_wait = max(measured.waits)
@@ -293,6 +304,9 @@ class StepMeter(TrainerCallback):
         }
         if measured.padded_rows:
             figures["padding_share"] = 1 - tokens / measured.padded_rows
+            if self.steps:
+                figures["computed_rows"] = computed_rows / self.steps
+                figures["shared_rows"] = self._shared_rows / self.steps
         if self.steps:
             predicted = predicted_attention(self._layers, plans, measured.attention)
             figures["attention_ms"] = max(measured.attention) * 1e3 / self.steps

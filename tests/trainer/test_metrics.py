@@ -102,6 +102,7 @@ def figures_of(clock):
         servers: Any = None,
         other_rank: Any = None,
         padded: Any = None,
+        shared: int = 0,
     ) -> dict[str, float]:
         """Figures of a meter.
 
@@ -109,6 +110,7 @@ def figures_of(clock):
             moved: bytes that the plan of a micro-batch moves.
             other_rank: seconds in waits, seconds in kernel calls and rows of padded batches there.
             padded: the shape of padded batches.
+            shared: rows of each padded batch that are shared.
         """
         others = [] if other_rank is None else [other_rank]
         dispatcher = SimpleNamespace(
@@ -127,7 +129,10 @@ def figures_of(clock):
                 meter.count(bound)
             else:
                 travel = SimpleNamespace(shape=padded)
-                meter.count_padded(SimpleNamespace(micro_batches=[({}, bound)], travel=travel))
+                packed = SimpleNamespace(
+                    micro_batches=[({}, bound)], travel=travel, shared_rows=shared
+                )
+                meter.count_padded(packed)
         for _ in range(2):
             clock.on_step_begin()
             meter.on_step_end()
@@ -198,6 +203,16 @@ def test_figures_of_padded_batches(figures_of):
     assert figures["gain_predicted"] == pytest.approx(1.2)
     figures = figures_of(other_rank=[0.1, 0.1, 40], padded=(4, 5))
     assert figures["padding_share"] == pytest.approx(1 - 48 / (40 + 40))
+
+
+def test_shared_rows_are_tokens_that_are_not_computed(figures_of):
+    # Two steps of two padded batches of 40 rows each: 24 rows are computed, 10 shared, 6 padding.
+    figures = figures_of(MOVED, padded=(4, 10), shared=10)
+    assert figures["computed_rows"] == 4 * 24 / 2
+    assert figures["shared_rows"] == 4 * 10 / 2
+    assert figures["padding_share"] == pytest.approx(6 / 40)
+    assert figures["tokens_per_second"] == 4 * 34 / 4.0
+    assert figures_of().keys() & {"computed_rows", "shared_rows"} == set()
 
 
 def test_figures_of_devices_and_servers(figures_of, monkeypatch):

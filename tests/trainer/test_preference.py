@@ -98,7 +98,7 @@ ONE_LAUNCH: dict[str, list[Case]] = {
 def test_trainings_are_those_of_trl(launch, tmp_path, subtests):
     # Ranks of their own: trainers leave their state in a process.
     pool = RankPool(3 if launch == "three ranks" else 2)
-    exchange_bytes = []
+    exchange_bytes, shared_rows = [], []
     try:
         for number, case in enumerate(ONE_LAUNCH[launch]):
             with subtests.test(str(case)):
@@ -113,7 +113,10 @@ def test_trainings_are_those_of_trl(launch, tmp_path, subtests):
                 first_step = by_rank[0][0]
                 exchange_bytes.append(first_step["distca/exchange_bytes"])
                 assert 0 < first_step["distca/padding_share"] < 1
+                assert first_step["distca/computed_rows"] > 0
+                shared_rows.append(first_step["distca/shared_rows"])
         assert max(exchange_bytes) > 0
+        assert max(shared_rows) > 0
     finally:
         pool.close()
 

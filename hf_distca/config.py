@@ -139,9 +139,9 @@ class DistCAConfig:
     share_prefixes: bool = setting(
         True,
         "Compute equal beginnings of the sequences of padded batches once, such as the prompt of "
-        "several completions, if they have 128 tokens or more. Sequences are computed alone where "
-        "sharing would change results: with dropout, with a router's auxiliary loss, and in hybrid "
-        "models.",
+        "several completions, if they have 128 tokens or more. Sequences are computed alone, and "
+        "the reason is logged once, where sharing would change results: with dropout, in hybrid "
+        "models, and with attention servers.",
     )
     ranks_per_node: str = setting(
         AUTO,

@@ -28,7 +28,7 @@ from hf_distca.models.settings import plan_settings
 from hf_distca.models.tables import model_limits
 from hf_distca.patches.head import adapted_heads
 from hf_distca.patches.layers import plan_layers
-from hf_distca.patches.padded import pack_backbone, why_not_shared
+from hf_distca.patches.padded import pack_backbone, shares_prefixes
 from hf_distca.patches.prepare import prepare_model
 from hf_distca.refusal import check
 from hf_distca.trainer import parallel
@@ -164,7 +164,7 @@ def pack_padded(
     else:
         with dispatcher.groups.raised_together():
             prepare_model(model, config, ping_pong=dispatcher.settings.ping_pong)
-    shares = config.share_prefixes and why_not_shared(model, config) is None
+    shares = shares_prefixes(model, config, dispatcher.groups.rank)
     pack_backbone(model, PaddedBatches(dispatcher, share_prefixes=shares))
     return dispatcher
 

@@ -1,6 +1,5 @@
 """DistCAPaddedMixin: trainers whose model computes padded batches packed and planned."""
 
-import logging
 from collections.abc import Iterator
 from typing import Any
 
@@ -8,12 +7,10 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from hf_distca.dispatch.padded import OneMicroBatch, PackedBatch, PaddedBatches
-from hf_distca.patches.padded import pack_backbone, why_not_shared
+from hf_distca.patches.padded import pack_backbone, shares_prefixes
 from hf_distca.trainer.assembly import gathers_whole_layers, pack_padded
 from hf_distca.trainer.planned import PlannedTraining
 from hf_distca.trainer.refusals import arguments_by_name
-
-logger = logging.getLogger(__name__)
 
 
 class DistCAPaddedMixin(PlannedTraining):
@@ -54,14 +51,12 @@ class DistCAPaddedMixin(PlannedTraining):
         self._prepare_planned()
         dispatcher = self.dispatcher
         args: Any = self.args
-        reason = why_not_shared(self.model, args)
-        if args.share_prefixes and reason is not None:
-            logger.info("equal beginnings of sequences are not shared: %s", reason)
+        self._shares_prefixes = shares_prefixes(self.model, args, dispatcher.groups.rank)
         batches = PaddedBatches(
             dispatcher,
             self._count,
             at_once=self._one_micro_batch(),
-            share_prefixes=args.share_prefixes and reason is None,
+            share_prefixes=self._shares_prefixes,
         )
         pack_backbone(self.model, batches)
         reference = getattr(self, "ref_model", None)

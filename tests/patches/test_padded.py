@@ -33,10 +33,11 @@ from hf_distca.dispatch.padded import (
     PlannedSequences,
     plan_sequences,
 )
-from hf_distca.patches.padded import plan_ahead
+from hf_distca.patches.padded import plan_ahead, shares_prefixes
 from hf_distca.planner import prefixes
 from hf_distca.planner.settings import PlanSettings
-from tests.models_and_batches import SMALL, SMALL_KIND
+from tests.models_and_batches import SMALL, SMALL_HYBRID, SMALL_KIND
+from tests.models_and_batches import small_model as small_model_of
 from tests.ranks import RankPool
 
 CONFIGS: dict[str, Callable[[], Any]] = {
@@ -475,7 +476,7 @@ def compare_shared_with_stock(name: str, block: int, settings: dict[str, Any]) -
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
-@pytest.mark.parametrize("name", ["llama", "windows", "learned positions"])
+@pytest.mark.parametrize("name", ["llama", "windows", "learned positions", "experts"])
 def test_equal_beginnings_are_computed_once(rank_pools, name, ranks):
     tokens = sum(sum(lengths) for lengths in SHARED_LENGTHS[:ranks])
     for block in (4, 5):
@@ -487,7 +488,31 @@ def test_equal_beginnings_are_computed_once(rank_pools, name, ranks):
             assert shared >= 20 * ranks
 
 
-def test_prefixes_are_not_shared_where_results_would_change(rank_pools):
-    assert rank_pools[1].run(compare_shared_with_stock, "experts", 4, {}) == [(0, 69)]
+def test_prefixes_are_not_shared_if_not_wanted(rank_pools):
     settings = {"share_prefixes": False}
     assert rank_pools[1].run(compare_shared_with_stock, "llama", 4, settings) == [(0, 69)]
+
+
+@pytest.mark.parametrize(
+    ("model_type", "config", "settings", "reason"),
+    [
+        ("llama", {}, {}, None),
+        ("gpt2", {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}, {}, None),
+        ("gpt2", {"resid_pdrop": 0.2}, {}, "the dropout transformer.drop draws"),
+        ("opt", {"dropout": 0.1, "word_embed_proj_dim": 32}, {}, "dropout=0.1 draws"),
+        ("mixtral", {"router_jitter_noise": 0.01}, {}, "router_jitter_noise=0.01 draws"),
+        ("qwen3_next", SMALL_HYBRID, {}, "some layers mix rows"),
+        ("llama", {}, {"attention_servers": 1}, "attention servers"),
+    ],
+)
+def test_where_sharing_would_change_results_it_is_off_and_logged_once(
+    model_type, config, settings, reason, caplog
+):
+    model = small_model_of(model_type, **config)
+    given = DistCAConfig(tokens_per_rank=64, **settings)
+    caplog.set_level("INFO", logger="hf_distca")
+    for rank in (0, 0, 1):
+        assert shares_prefixes(model, given, rank) is (reason is None)
+    messages = [record.message for record in caplog.records]
+    assert len(messages) == (0 if reason is None else 1)
+    assert reason is None or reason in messages[0]

@@ -20,9 +20,8 @@ from hf_distca.plan import MicroBatchPlan
 from hf_distca.planner.micro_batch import plan_micro_batch
 from hf_distca.planner.settings import PlanSettings
 
-STEP, MOST = 1024, 1 << 24
-"""Numbers of rows to try: multiples of STEP tokens, up to MOST."""
-
+STEP, FIRST, MOST = 1024, 8192, 1 << 24
+"""Numbers of rows to try: multiples of STEP tokens, FIRST before others, up to MOST."""
 
 MEMORY = 80 * 10**9
 """Bytes of the GPU for which a model is prepared where no other is named: an H100."""
@@ -97,8 +96,7 @@ class MemoryCounter:
 
         None for the rank that exchanges the most.
         """
-        shards = training.shards or self._settings.ranks
-        state = self._state(training.strategy, shards, training.mixed)
+        state = self._state_of(training)
         rank = busiest_rank(plan, self._settings) if rank is None else rank
         autocasts = training.mixed and training.strategy == "ddp"
         # Under the other strategies a rank holds a share of the gradients, or a buffer for all of
@@ -129,8 +127,11 @@ class MemoryCounter:
         The number is a multiple of STEP.
 
         Memory of `longest_documents` is counted at STEP times powers of two and interpolated
-        linearly.
+        linearly between the largest that fits and the next one.
         """
+        state = sum(self._state_of(training))
+        if state > available:
+            return 0
 
         def needed(tokens: int) -> int:
             if tokens not in self._longest:
@@ -138,13 +139,26 @@ class MemoryCounter:
                 self._longest[tokens] = plan_micro_batch(longest_documents(settings), settings)
             return self.count(self._longest[tokens], training).total
 
-        low, high = 0, STEP
-        while high <= MOST and needed(high) <= available:
-            low, high = high, 2 * high
+        low, high, tokens = 0, 2 * MOST, FIRST  # `low` fits and `high` does not
+        while 2 * max(low, STEP // 2) < high:
+            total = needed(tokens)
+            if total <= available:
+                low = tokens
+            else:
+                high = tokens
+            # A line through the state and this count predicts the next number worth a count.
+            fitting = max(tokens * (available - state) // (total - state), STEP)
+            predicted = STEP << int(fitting // STEP).bit_length() - 1
+            tokens = min(max(predicted, 2 * low), high // 2)
         if low == 0 or high > MOST:
             return low
         slope = (needed(high) - needed(low)) / (high - low)
         return low + int((available - needed(low)) / slope) // STEP * STEP
+
+    def _state_of(self, training: Training) -> ModelState:
+        """Return the memory of the model's state under a training."""
+        shards = training.shards or self._settings.ranks
+        return self._state(training.strategy, shards, training.mixed)
 
     def _state(self, strategy: Strategy, shards: int, mixed: bool) -> ModelState:
         """Return the memory of the model's state, which no plan changes."""
@@ -173,12 +187,14 @@ class MemoryCounter:
             accumulates,
         )
 
-        def of_config(config: PreTrainedConfig, dtype: torch.dtype) -> dict[Part, int]:
+        def of_config(
+            config: PreTrainedConfig, dtype: torch.dtype, repetitions: float = 0
+        ) -> dict[Part, int]:
             prepared = model_of_config(config, dtype)
             prepare_model(
                 prepared, options, ping_pong=self._settings.ping_pong, memory=self._memory
             )
-            return count_micro_batch(prepared, plan, rank, use)
+            return count_micro_batch(prepared, plan, rank, use, repetitions=repetitions)
 
         if not self._by_config:
             dtype = None if is_ddp else computed  # None for the model's own
@@ -195,17 +211,10 @@ class MemoryCounter:
         )
         if period is None:
             return of_config(config, weights)
-        # The peak is near the end of the forward, when each layer holds what it keeps for its
-        # backward. Bytes therefore grow linearly with the number of layers, and shallow models tell
-        # how fast.
-        less, more = (
-            of_config(with_layers(config, layers), weights) for layers in (period, 2 * period)
-        )
-        steps = config.get_text_config(decoder=True).num_hidden_layers / period - 1
-        return {
-            part: round(less.get(part, 0) + steps * (more[part] - less.get(part, 0)))
-            for part in more
-        }
+        # The peak is between the end of the decoder's forward and the end of the last layer's
+        # backward. All other layers keep what they need for their backward then.
+        repetitions = config.get_text_config(decoder=True).num_hidden_layers / period - 2
+        return of_config(with_layers(config, 2 * period), weights, repetitions)
 
 
 def longest_documents(settings: PlanSettings) -> list[int]:

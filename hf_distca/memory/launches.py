@@ -21,7 +21,6 @@ from unittest.mock import patch
 
 import torch
 from torch import nn
-from transformers.integrations.liger import apply_liger_kernel
 
 from hf_distca.models.decoder import base_model
 
@@ -87,6 +86,9 @@ def with_liger(model: nn.Module, config: Mapping[str, Any] | None) -> Iterator[N
     with ExitStack() as changes:
         for file in files:
             changes.enter_context(patch.dict(vars(file)))
+        # Imported late: it imports peft and the trainer's arguments, which take seconds.
+        from transformers.integrations.liger import apply_liger_kernel
+
         apply_liger_kernel(model, dict(config))
         yield
 

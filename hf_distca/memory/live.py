@@ -4,8 +4,9 @@ import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
+import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
@@ -36,21 +37,32 @@ class LiveMemory(TorchDispatchMode):
 
     Tensors that share memory, such as views, count once. Fake tensors give the counts of a real run
     without its memory or computation. Temporary memory inside a single operator is not seen.
+
+    Args:
+        repetitions: how often a deeper model has the tensors again that are made while `repeats` is
+            set. The peak is the deeper model's.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, repetitions: float = 0) -> None:
         super().__init__()
+        self.repetitions = repetitions
         self.part: Part = "activations"  # of the tensors that are made from now on
+        self.repeats = False  # whether tensors made from now on are repeated
+        self.layers_ended = False  # whether repeated tensors that are alive are kept
         self.peak: Counter[Part] = Counter()  # bytes by part at the moment of the largest total
-        self._alive: dict[int, tuple[weakref.ref[Any], int, Part]] = {}
+        self._alive: dict[int, tuple[weakref.ref[Any], int, Part, bool]] = {}
         self._bytes: Counter[Part] = Counter()
+        self._repeated: Counter[Part] = Counter()
+        self._most = 0.0  # bytes that decide when the peak is, at the peak
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.prim.device.default:  # asked of fake tensors for most operators
+            return args[0].fake_device
         result = func(*args, **(kwargs or {}))
         part = self.part
         if func._schema.name == "aten::_to_copy":
-            _, _, source = self._alive.get(id(args[0].untyped_storage()), (None, 0, None))
-            part = "cast weights" if source == "weights" else part
+            known = self._alive.get(id(args[0].untyped_storage()))
+            part = "cast weights" if known is not None and known[2] == "weights" else part
         for x in tree_iter(result):
             if isinstance(x, Tensor):
                 self._note(x, part)
@@ -73,7 +85,8 @@ class LiveMemory(TorchDispatchMode):
 
     def begin(self) -> None:
         """Reset the peak to what is alive."""
-        self.peak = self._bytes.copy()
+        self._most = -1.0
+        self._note_peak()
 
     def _note(self, x: Tensor, part: Part) -> None:
         # Torch keeps the Python object of a storage for as long as the storage lives.
@@ -81,15 +94,33 @@ class LiveMemory(TorchDispatchMode):
         key, size = id(storage), storage.nbytes()
         if key in self._alive:
             return
-        self._alive[key] = weakref.ref(storage, lambda _: self._free(key)), size, part
-        self._bytes[part] += size
-        if _bytes_of_peak(self._bytes) > _bytes_of_peak(self.peak):
-            self.peak = self._bytes.copy()
+        repeats = self.repeats and part not in get_args(Kept)
+        self._alive[key] = weakref.ref(storage, lambda _: self._free(key)), size, part, repeats
+        self._add(size, part, repeats=repeats)
+        self._note_peak()
 
     def _free(self, key: int) -> None:
         if key in self._alive:
-            _, size, part = self._alive.pop(key)
-            self._bytes[part] -= size
+            _, size, part, repeats = self._alive.pop(key)
+            self._add(-size, part, repeats=repeats)
+
+    def _add(self, size: int, part: Part, *, repeats: bool) -> None:
+        self._bytes[part] += size
+        if repeats:
+            self._repeated[part] += size
+
+    def _note_peak(self) -> None:
+        """Take the bytes of this moment as those of the peak if they are the most."""
+        total: float = _bytes_of_peak(self._bytes)
+        if self.layers_ended:  # else some of them are temporary
+            total += self.repetitions * _bytes_of_peak(self._repeated)
+        if total <= self._most:
+            return
+        self._most = total
+        self.peak = self._bytes.copy()
+        if self.layers_ended:
+            for part, size in self._repeated.items():
+                self.peak[part] += round(self.repetitions * size)
 
 
 def _bytes_of_peak(sizes: Counter[Part]) -> int:

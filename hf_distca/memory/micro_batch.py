@@ -21,11 +21,15 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.hooks import RemovableHandle
 from transformers.integrations import moe
 
+from hf_distca.dispatch import rows
 from hf_distca.dispatch.attention import disaggregated_attention
 from hf_distca.dispatch.bound import BoundPlan, Runtime
+from hf_distca.dispatch.checkpoints import is_recomputation
 from hf_distca.dispatch.recorder import Recorder
+from hf_distca.dispatch.rows import host_bytes
 from hf_distca.kernels import KERNELS, AttentionParams
 from hf_distca.memory.launches import with_liger, without_launches
 from hf_distca.memory.live import LiveMemory, Part
@@ -39,7 +43,7 @@ from hf_distca.memory.stand_ins import (
     without_writes,
 )
 from hf_distca.models.checkpointing import disable_checkpointing, enable_checkpointing
-from hf_distca.models.decoder import base_model
+from hf_distca.models.decoder import base_model, decoder_layers
 from hf_distca.models.fake import fake_tensors
 from hf_distca.models.mixing import halo_widths
 from hf_distca.patches import loss as loss_module
@@ -81,7 +85,7 @@ def busiest_rank(plan: MicroBatchPlan, settings: PlanSettings) -> int:
 
 
 def count_micro_batch(
-    model: nn.Module, plan: MicroBatchPlan, rank: int, use: Use
+    model: nn.Module, plan: MicroBatchPlan, rank: int, use: Use, *, repetitions: float = 0
 ) -> dict[Part, int]:
     """Return peak bytes by part during the forward and backward of a micro-batch.
 
@@ -91,8 +95,10 @@ def count_micro_batch(
     Args:
         model: a model of fake tensors, with prepared layers if the plan needs them; `use` sets its
             checkpointing.
+        repetitions: how often a deeper model has the first half of the decoder layers again. The
+            peak is the deeper model's.
     """
-    live = LiveMemory()
+    live = LiveMemory(repetitions)
     live.belong([*model.parameters(), *model.buffers()], "weights")
     base = base_model(model)
     _checkpoint(base, use.checkpointing, live)
@@ -102,6 +108,7 @@ def count_micro_batch(
 
     def decoder_ended(_module: nn.Module, _args: Any, output: Any) -> None:
         live.part = "loss"
+        live.repeats, live.layers_ended = False, True
         output[0].register_hook(loss_ended)
 
     def loss_ended(_gradient: Tensor) -> None:
@@ -131,6 +138,7 @@ def count_micro_batch(
         batch = {name: torch.zeros((1, bound.rows), dtype=torch.long) for name in names}
         targets = torch.ones((), dtype=torch.long)
         hooks.append(base.get_decoder().register_forward_hook(decoder_ended))
+        hooks += _tell_halves(model, live)
         with torch.autocast(HOST.type, dtype=use.autocast, enabled=use.autocast is not None):
             loss = model(
                 **batch, use_cache=False, num_items_in_batch=targets, **{PLAN_KEY: bound}
@@ -157,6 +165,22 @@ def count_core_attention(
     return parts_of_a_step(live, bound)
 
 
+def _tell_halves(model: nn.Module, live: LiveMemory) -> list[RemovableHandle]:
+    """Let `live` know which half of the decoder layers runs; return the hooks that do.
+
+    What is made between two layers, such as an offloaded input, belongs to the earlier one.
+    """
+
+    def begin(repeats: bool, _layer: nn.Module, _args: Any) -> None:
+        live.repeats = repeats and not is_recomputation()
+
+    layers = decoder_layers(model)
+    return [
+        layer.register_forward_pre_hook(partial(begin, 2 * index < len(layers)))
+        for index, layer in enumerate(layers)
+    ]
+
+
 def parts_of_a_step(live: LiveMemory, bound: BoundPlan) -> dict[Part, int]:
     """Return the bytes by part at the peak; exchange buffers count as after the step."""
     parts = dict(live.peak)
@@ -177,10 +201,19 @@ def bound_plan(plan: MicroBatchPlan, rank: int, use: Use, live: LiveMemory) -> B
         keep_core_attention=use.keep_core_attention,
         functions={} if on_cpu else COUNTED_FUNCTIONS,
     )
-    with live, live.making("plan"):
-        return BoundPlan(
+    row_numbers: list[Tensor] = []
+
+    def noted_bytes(size: int, *, pinned: bool) -> Tensor:
+        row_numbers.append(host_bytes(size, pinned=pinned))
+        return row_numbers[-1]
+
+    # A mode that sees each of many small tensors would take longer than the binding.
+    with patch.object(rows, "host_bytes", noted_bytes):
+        bound = BoundPlan(
             plan, rank, runtime, kept_results=CountedResults(live), in_one_go=not on_cpu
         )
+    live.belong(row_numbers, "plan")
+    return bound
 
 
 def run_core_attention(bound: BoundPlan, kind: AttentionKind, dtype: torch.dtype) -> None:

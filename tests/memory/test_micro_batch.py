@@ -22,7 +22,7 @@ from hf_distca.memory.micro_batch import (
     count_micro_batch,
     run_core_attention,
 )
-from hf_distca.memory.model_state import model_state
+from hf_distca.memory.model_state import ModelState, model_state
 from hf_distca.memory.simulated import gpu_memory
 from hf_distca.memory.stand_ins import (
     COUNTED_FUNCTIONS,
@@ -351,7 +351,7 @@ def test_a_deep_model_is_counted_by_a_few_layers(
         lambda *given: depths.append(given[0]) or model_of_config(*given),
     )
     few = MemoryCounter(model, settings, DistCAConfig(), by_config=True).count(plan, training)
-    assert [each.num_hidden_layers for each in depths] == [period, 2 * period]
+    assert [each.num_hidden_layers for each in depths] == [2 * period]
     monkeypatch.setattr(counter, "repeated_layers", lambda _: None)
     assert (
         MemoryCounter(model, settings, DistCAConfig(), by_config=True).count(plan, training) == few
@@ -411,7 +411,33 @@ def test_the_longest_rows_that_fit(monkeypatch, available, longest):
         return SimpleNamespace(total=tokens + max(0, tokens - 5000))
 
     monkeypatch.setattr(memory, "count", count)
+    monkeypatch.setattr(memory, "_state_of", lambda _: ModelState(0, 0, 0))
     assert memory.longest(available, None) == longest * 1024, available
+
+
+@pytest.mark.parametrize(
+    ("per_token", "state", "sizes"),
+    [
+        (1, 1001, []),
+        (1000, 0, [8, 1]),
+        (0.4, 0, [8, 2, 4]),
+        (0.01, 0, [8, 64, 128]),
+    ],
+    ids=["the state does not fit", "no rows fit", "fewer than the first", "on a line"],
+)
+def test_few_sizes_are_counted_to_find_the_longest_rows(monkeypatch, per_token, state, sizes):
+    memory = MemoryCounter(small_model(), PlanSettings(1, 8192, small_kinds()), DistCAConfig())
+    counted_sizes = []
+
+    def count(plan, _):
+        tokens = int(plan.tokens.sum())
+        counted_sizes.append(tokens // 1024)
+        return SimpleNamespace(total=state + per_token * tokens)
+
+    monkeypatch.setattr(memory, "count", count)
+    monkeypatch.setattr(memory, "_state_of", lambda _: ModelState(state, 0, 0))
+    memory.longest(1000, None)
+    assert list(dict.fromkeys(counted_sizes)) == sizes
 
 
 def _buffers(

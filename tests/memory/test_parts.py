@@ -48,6 +48,35 @@ def test_tensors_of_another_part_and_tensors_on_the_host():
     assert live.peak == {"weights": 0, "activations": 4 * KB, "gradients": 8 * KB, "host": 0}
 
 
+def test_the_peak_is_that_of_a_model_with_further_layers():
+    """Each of 3 further layers keeps 2 KB, besides temporary tensors of its forward."""
+    live = LiveMemory(repetitions=3)
+    with fake_tensors(), live:
+        live.repeats = True
+        kept = torch.empty(2 * KB, dtype=torch.uint8)
+        temporary = torch.empty(3 * KB, dtype=torch.uint8)
+        assert live.peak == {"activations": 5 * KB}
+        del temporary
+        with live.making("exchange buffers"):
+            buffer = torch.empty(KB, dtype=torch.uint8)  # the same for all layers
+        live.repeats = False
+        later = torch.empty(KB, dtype=torch.uint8)  # while another layer runs
+        assert live.peak == {"activations": 5 * KB}
+        del later
+        live.layers_ended = True
+        with live.making("backward"):
+            more = torch.empty(4 * KB, dtype=torch.uint8)
+            assert live.peak == {
+                "activations": (1 + 3) * 2 * KB,
+                "exchange buffers": KB,
+                "backward": 4 * KB,
+            }
+            del kept
+            most = torch.empty(7 * KB, dtype=torch.uint8)  # less than what all layers kept
+    assert [len(x) for x in (buffer, more, most)] == [KB, 4 * KB, 7 * KB]
+    assert live.peak["backward"] == 4 * KB
+
+
 def test_weights_that_autocast_copies():
     live = LiveMemory()
     mode = fake_tensors()

@@ -261,17 +261,17 @@ class DistCAConfig:
         return planning
 
 
-def _ranks_per_node(given: Any) -> str:
+def _ranks_per_node(value: Any) -> str:
     """Return the setting as a string, from any form in YAML or Python, such as [8, 8, 4]."""
     parts = [
         str(part).strip()
-        for part in (given if isinstance(given, list | tuple) else str(given).split(","))
+        for part in (value if isinstance(value, list | tuple) else str(value).split(","))
     ]
     if parts == [AUTO]:
         return AUTO
     if not parts or not all(part.isdecimal() and int(part) > 0 for part in parts):
         raise RefusedError(
             "ranks_per_node must be one number of ranks, a number for each node such as '8,8,4', "
-            f"or 'auto', got {given!r}"
+            f"or 'auto', got {value!r}"
         )
     return ",".join(str(int(part)) for part in parts)

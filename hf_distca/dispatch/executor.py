@@ -144,7 +144,10 @@ class Pass:
                 self._carrier(transfer).start(transfer)
 
     def _carrier(self, transfer: Transfer) -> "Pass | _OnServers":
-        """Return what starts and finishes a transfer: this pass between ranks."""
+        """Return the object that starts and finishes a transfer.
+
+        Servers have an object of their own. Transfers between ranks belong to this pass.
+        """
         return self._servers if transfer.rows == "servers" else self
 
     def _compute(self, call: KernelCall, tasks: BoundTasks) -> None:
@@ -231,7 +234,10 @@ class Pass:
 
 @dataclass(eq=False)
 class _OnServers:
-    """What servers compute in a pass, and what ranks compute for a lost server."""
+    """Calls to servers in one pass.
+
+    After a server is lost, ranks compute the server's tasks in its place.
+    """
 
     core: CoreAttention
     work: Work

@@ -19,11 +19,10 @@ _PAUSE_S = 0.05
 
 
 class Failures:
-    """Errors of ranks that train together, exchanged through a store that only they share.
+    """Exchange of errors between ranks that train together, through a store that only they share.
 
-    One rank needs no store.
-
-    Without them, a failed rank's partners report a closed connection.
+    Without this exchange, the ranks that wait for a failed rank report a closed connection and not
+    the failed rank's error. One rank alone needs no store.
     """
 
     def __init__(self, waits: Waits, wait_s: float = WAIT_S) -> None:

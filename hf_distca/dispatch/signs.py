@@ -26,7 +26,7 @@ Value = TypeVar("Value")
 
 
 class Present(NamedTuple):
-    """What a rank does now, and since when."""
+    """Place of a rank in its run: the part of the run, a wait in this part, and when it began."""
 
     place: str  # part of the run, such as "the backward of step 3"
     wait: str  # what the rank waits for there; empty where it is not known to wait

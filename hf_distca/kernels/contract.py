@@ -88,17 +88,17 @@ class TaskShapes:
     cu_k: Tensor
     max_q: int  # largest of q_lens, 0 without tasks
     max_k: int
-    _made: dict[Hashable, Any] = field(default_factory=dict, init=False, repr=False)
+    _results: dict[Hashable, Any] = field(default_factory=dict, init=False, repr=False)
 
-    def once(self, key: Hashable, make: Callable[[], _Made]) -> _Made:
-        """Return the first result of `make` for this key.
+    def once(self, key: Hashable, compute: Callable[[], _Made]) -> _Made:
+        """Return the first result of `compute` for this key.
 
         Every layer of a micro-batch asks again.
         """
-        if key not in self._made:
-            self._made[key] = make()
-        made: _Made = self._made[key]
-        return made
+        if key not in self._results:
+            self._results[key] = compute()
+        result: _Made = self._results[key]
+        return result
 
     @staticmethod
     def build(

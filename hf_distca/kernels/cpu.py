@@ -138,23 +138,22 @@ class _Call(NamedTuple):
     tasks: int
     rows: slice  # packed rows of all tasks
     keys: slice
-    of_rows: slice  # rows of each task that take part
-    of_keys: slice
+    task_rows: slice  # rows of each task that take part
+    task_keys: slice
     causal: bool = False
     further: bool = False  # these rows' results over other keys came before
-    mask: Tensor | None = (
-        None  # [R, S] added to scores, -inf where a row does not see a key; None: all pairs visible
-    )
+    # [R, S] added to scores, -inf where a row does not see a key. None: all pairs are visible.
+    mask: Tensor | None = None
 
     def rows_of(self, x_Q: Tensor) -> Tensor:
         """View query rows of a packed tensor [Q, H, ...] as [B, H, R, ...]."""
         x_BR: Tensor = x_Q[self.rows].unflatten(0, (self.tasks, -1))
-        return x_BR[:, self.of_rows].transpose(1, 2)
+        return x_BR[:, self.task_rows].transpose(1, 2)
 
     def keys_of(self, x_K: Tensor) -> Tensor:
         """View keys of a packed tensor [K, G, ...] as [B, G, S, ...]."""
         x_BK: Tensor = x_K[self.keys].unflatten(0, (self.tasks, -1))
-        return x_BK[:, self.of_keys].transpose(1, 2)
+        return x_BK[:, self.task_keys].transpose(1, 2)
 
 
 def _calls(shapes: TaskShapes, params: AttentionParams, q_QHD: Tensor) -> Iterable[_Call]:
@@ -173,39 +172,57 @@ def _calls_of(
     """
     q_stop = k_stop = 0
     for (q_len, k_len), run in groupby(zip(shapes.q_lens, shapes.k_lens, strict=True)):
-        tasks, before = len(list(run)), k_len - q_len  # keys before the first row's own
-        rows, keys = slice(q_stop, q_stop + tasks * q_len), slice(k_stop, k_stop + tasks * k_len)
-        q_stop, k_stop = rows.stop, keys.stop
+        # 1. A run of tasks of the same lengths.
+        tasks = len(list(run))
+        earlier_keys = k_len - q_len  # of each task, before the key of its first row
+        rows = slice(q_stop, q_stop + tasks * q_len)
+        keys = slice(k_stop, k_stop + tasks * k_len)
+        q_stop = rows.stop
+        k_stop = keys.stop
         if not q_len or not k_len:
             continue
+        # 2. Whole tasks: the square with the diagonal, and the keys before it.
         if not scores:
-            own = before if params.causal else 0
-            yield _Call(tasks, rows, keys, slice(None), slice(own, k_len), params.causal)
-            if own:
-                yield _Call(tasks, rows, keys, slice(None), slice(0, own), further=True)
+            square_begin = earlier_keys if params.causal else 0
+            square = slice(square_begin, k_len)
+            yield _Call(tasks, rows, keys, slice(None), square, params.causal)
+            if square_begin:
+                yield _Call(tasks, rows, keys, slice(None), slice(0, square_begin), further=True)
             continue
-        at_once = max(scores // (tasks * k_len), 1)
-        if (
-            params.causal
-        ):  # small blocks leave little to be computed in vain at the edges of the mask
-            at_once = min(at_once, 128)
-        for start in range(0, q_len, at_once):
-            stop = min(start + at_once, q_len)
-            first, last, mask_RS = 0, k_len, None
-            if params.causal:  # the keys that any of the rows sees
-                first = 0 if params.window is None else max(before + start - params.window + 1, 0)
-                last = before + stop
-                own_R1, key_S = (
-                    torch.arange(before + start, last).unsqueeze(1),
-                    torch.arange(first, last),
-                )
-                hidden_RS = key_S > own_R1
+        # 3. Or blocks of rows. Small blocks compute little in vain at the edges of the mask.
+        block_rows = max(scores // (tasks * k_len), 1)
+        if params.causal:
+            block_rows = min(block_rows, 128)
+        for start in range(0, q_len, block_rows):
+            stop = min(start + block_rows, q_len)
+            block_keys = slice(0, k_len)
+            mask_RS = None
+            if params.causal:
+                first_position = earlier_keys + start
+                first_key = 0
                 if params.window is not None:
-                    hidden_RS |= key_S <= own_R1 - params.window
-                mask_RS = torch.zeros(hidden_RS.shape, dtype=dtype).masked_fill_(
-                    hidden_RS, -torch.inf
-                )
-            yield _Call(tasks, rows, keys, slice(start, stop), slice(first, last), mask=mask_RS)
+                    first_key = max(first_position - params.window + 1, 0)
+                # The keys that any of the rows sees.
+                block_keys = slice(first_key, earlier_keys + stop)
+                mask_RS = _mask(first_position, block_keys, params.window, dtype)
+            yield _Call(tasks, rows, keys, slice(start, stop), block_keys, mask=mask_RS)
+
+
+def _mask(
+    first_position: int, keys: slice, window: int | None, dtype: torch.dtype | None
+) -> Tensor:
+    """Return [R, S] what is added to scores: -inf where a row does not see a key, 0 elsewhere.
+
+    Args:
+        first_position: position of the first row; the last row is at the last key.
+        keys: positions of the keys.
+    """
+    row_R1 = torch.arange(first_position, keys.stop).unsqueeze(1)
+    key_S = torch.arange(keys.start, keys.stop)
+    hidden_RS = key_S > row_R1
+    if window is not None:
+        hidden_RS |= key_S <= row_R1 - window
+    return torch.zeros(hidden_RS.shape, dtype=dtype).masked_fill_(hidden_RS, -torch.inf)
 
 
 def _one_head_dim(*tensors: Tensor) -> list[Tensor]:
@@ -258,17 +275,19 @@ def _backward(
         dq, dk, dv = _flash_backward(*tensors, 0.0, call.causal, **options)
         return dq, dk, dv
     do_BHRE, q_BHRD, k_BGSD, v_BGSE, o_BHRE, lse_BHR = tensors
-    by_rows = do_BHRE, q_BHRD, o_BHRE, lse_BHR.unsqueeze(-1)
-    do_BGME, q_BGMD, o_BGME, lse_BGM1 = (_by_kv_head(x, k_BGSD.shape[1]) for x in by_rows)
+    kv_heads = k_BGSD.shape[1]
+    do_BGME = _by_kv_head(do_BHRE, kv_heads)
+    q_BGMD = _by_kv_head(q_BHRD, kv_heads)
+    o_BGME = _by_kv_head(o_BHRE, kv_heads)
+    lse_BGM1 = _by_kv_head(lse_BHR.unsqueeze(-1), kv_heads)
     t_BGMS = (q_BGMD @ k_BGSD.mT).mul_(params.scale / params.softcap).tanh_()
     p_BGMS = (t_BGMS * params.softcap).sub_(lse_BGM1)
     if call.mask is not None:
         p_BGMS.unflatten(2, (-1, len(call.mask))).add_(call.mask)
     p_BGMS.exp_()
     ds_BGMS = (do_BGME @ v_BGSE.mT).sub_((do_BGME * o_BGME).sum(-1, keepdim=True)).mul_(p_BGMS)
-    ds_BGMS.mul_(t_BGMS.square_().neg_().add_(1.0)).mul_(
-        params.scale
-    )  # the slope of the softcap is 1 - tanh²
+    slope_BGMS = t_BGMS.square_().neg_().add_(1.0)  # of the softcap: 1 - tanh²
+    ds_BGMS.mul_(slope_BGMS).mul_(params.scale)
     return _by_head(ds_BGMS @ k_BGSD, q_BHRD.shape[1]), ds_BGMS.mT @ q_BGMD, p_BGMS.mT @ do_BGME
 
 

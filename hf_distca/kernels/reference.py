@@ -82,18 +82,18 @@ class ReferenceKernel:
 
 
 def _tasks(
-    shapes: TaskShapes, by_query: list[Tensor], by_key: list[Tensor]
+    shapes: TaskShapes, query_tensors: list[Tensor], key_tensors: list[Tensor]
 ) -> Iterator[tuple[Tensor, ...]]:
     """Yield each task's rows of packed tensors, in float64."""
-    split = [x.double().split(shapes.q_lens) for x in by_query] + [
-        x.double().split(shapes.k_lens) for x in by_key
+    split = [x.double().split(shapes.q_lens) for x in query_tensors] + [
+        x.double().split(shapes.k_lens) for x in key_tensors
     ]
     return zip(*split, strict=True)
 
 
-def _join(tasks: list[Tensor], like: Tensor) -> Tensor:
-    """Pack the tensors of all tasks, in the dtype of `like`; no rows without tasks."""
-    return torch.cat(tasks).to(like.dtype) if tasks else like.clone()
+def _join(tasks: list[Tensor], template: Tensor) -> Tensor:
+    """Pack the tensors of all tasks, in the dtype of `template`; no rows without tasks."""
+    return torch.cat(tasks).to(template.dtype) if tasks else template.clone()
 
 
 def _repeat(x_KGD: Tensor, heads: int) -> Tensor:

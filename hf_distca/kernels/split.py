@@ -32,17 +32,20 @@ by pairs."""
 
 
 class Grid(NamedTuple):
-    """Blocks that a kernel launches for each task and head.
+    """Blocks that a kernel launches for each task and head, by the length of the longest task.
 
-    It launches so many for every 128 query rows, and for every 128 keys, of the longest task.
+    Attributes:
+        q_factor: blocks for every 128 query rows of the longest task.
+        k_factor: blocks for every 128 keys of the longest task.
     """
 
-    by_q: int
-    by_k: int
+    q_factor: int
+    k_factor: int
 
 
-OF_LONGEST_Q, OF_LONGEST = Grid(by_q=1, by_k=0), Grid(by_q=2, by_k=1)
-ALL_EVEN = Grid(by_q=0, by_k=0)
+OF_LONGEST_Q = Grid(q_factor=1, k_factor=0)
+OF_LONGEST = Grid(q_factor=2, k_factor=1)
+ALL_EVEN = Grid(q_factor=0, k_factor=0)
 """Grid of blocks that fetch tasks, or are numbered through them: empty ones are few."""
 TaskRange = tuple[TaskShapes, slice, slice]
 """Neighbouring tasks that make one kernel call: their lengths, packed query rows and packed
@@ -59,18 +62,21 @@ def task_ranges(shapes: TaskShapes, grid: Grid, heads: int) -> tuple[TaskRange, 
         borders = cuts(shapes.q_lens, shapes.k_lens, grid, heads)
         if len(borders) == 2:  # without a border inside, the shapes themselves serve
             return ((shapes, slice(0, sum(shapes.q_lens)), slice(0, sum(shapes.k_lens))),)
-        found: list[TaskRange] = []
+        calls: list[TaskRange] = []
         q_stop = k_stop = 0
-        for first, last in pairwise(borders):
-            q_lens, k_lens = shapes.q_lens[first:last], shapes.k_lens[first:last]
+        for first_task, last_task in pairwise(borders):
+            q_lens, k_lens = (
+                shapes.q_lens[first_task:last_task],
+                shapes.k_lens[first_task:last_task],
+            )
             q, k = slice(q_stop, q_stop + sum(q_lens)), slice(k_stop, k_stop + sum(k_lens))
             cu_q, cu_k = (
-                shapes.cu_q[first : last + 1] - q.start,
-                shapes.cu_k[first : last + 1] - k.start,
+                shapes.cu_q[first_task : last_task + 1] - q.start,
+                shapes.cu_k[first_task : last_task + 1] - k.start,
             )
-            found.append((TaskShapes(q_lens, k_lens, cu_q, cu_k, max(q_lens), max(k_lens)), q, k))
+            calls.append((TaskShapes(q_lens, k_lens, cu_q, cu_k, max(q_lens), max(k_lens)), q, k))
             q_stop, k_stop = q.stop, k.stop
-        return tuple(found)
+        return tuple(calls)
 
     return shapes.once(("ranges", grid, heads), ranges)
 
@@ -85,10 +91,11 @@ def cuts(q_lens: Sequence[int], k_lens: Sequence[int], grid: Grid, heads: int) -
     q_blocks, k_blocks = (
         -(-np.asarray(lens, dtype=np.int64) // BLOCK) for lens in (q_lens, k_lens)
     )
-    needed = grid.by_q * q_blocks.sum() + grid.by_k * k_blocks.sum()
+    needed_blocks = grid.q_factor * q_blocks.sum() + grid.k_factor * k_blocks.sum()
     if (
         tasks < 2
-        or (grid.by_q * q_blocks.max() + grid.by_k * k_blocks.max()) * tasks - needed <= per_call
+        or (grid.q_factor * q_blocks.max() + grid.k_factor * k_blocks.max()) * tasks - needed_blocks
+        <= per_call
     ):
         return [0, tasks]
 
@@ -103,19 +110,21 @@ def cuts(q_lens: Sequence[int], k_lens: Sequence[int], grid: Grid, heads: int) -
 
     # 2. The least cost of the first runs, and where their last kernel call begins.
     runs = len(borders) - 1
-    least, begins = np.zeros(runs + 1), np.zeros(runs + 1, dtype=np.int64)
+    least_cost, begins = np.zeros(runs + 1), np.zeros(runs + 1, dtype=np.int64)
     for end in range(1, runs + 1):
         tallest_q, tallest_k = (
             np.maximum.accumulate(x[:end][::-1])[::-1] for x in (longest_q, longest_k)
         )
-        blocks = (grid.by_q * tallest_q + grid.by_k * tallest_k) * (borders[end] - borders[:end])
-        cost = least[:end] + blocks + per_call
+        blocks = (grid.q_factor * tallest_q + grid.k_factor * tallest_k) * (
+            borders[end] - borders[:end]
+        )
+        cost = least_cost[:end] + blocks + per_call
         begins[end] = cost.argmin()
-        least[end] = cost[begins[end]]
+        least_cost[end] = cost[begins[end]]
 
     # 3. Back from the end.
-    found, end = [tasks], runs
+    borders_of_calls, end = [tasks], runs
     while end:
         end = int(begins[end])
-        found.append(int(borders[end]))
-    return found[::-1]
+        borders_of_calls.append(int(borders[end]))
+    return borders_of_calls[::-1]

@@ -138,7 +138,7 @@ class FlashVarlenKernel:
         return (-(-max(head_dim_qk, head_dim_v) // 8) * 8,) * 2
 
     def _refusal(self, need: Need, capability: tuple[int, int]) -> str | None:
-        """Return the error's text for what only this kernel cannot do."""
+        """Return why this version of the kernel cannot do what is needed; None if it can."""
         return None
 
     def check(self, need: Need, device: torch.device) -> None:
@@ -316,9 +316,11 @@ def _without_partners(shapes: TaskShapes) -> tuple[list[slice], list[slice]]:
     These are query rows of tasks without keys, and key/value rows of tasks without query rows.
     """
 
-    def spans(lens: Sequence[int], others: Sequence[int]) -> list[slice]:
-        ends = zip(accumulate(lens), lens, others, strict=True)
-        return [slice(end - here, end) for end, here, there in ends if here and not there]
+    def spans(lens: Sequence[int], partner_lens: Sequence[int]) -> list[slice]:
+        tasks = zip(accumulate(lens), lens, partner_lens, strict=True)
+        return [
+            slice(end - length, end) for end, length, partners in tasks if length and not partners
+        ]
 
     q_lens, k_lens = shapes.q_lens, shapes.k_lens
     return shapes.once("without partners", lambda: (spans(q_lens, k_lens), spans(k_lens, q_lens)))

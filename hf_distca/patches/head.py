@@ -214,7 +214,7 @@ class PlannedHead(nn.Module):
 
     @property
     def chunk_rows(self) -> int:
-        """Most rows of a chunk; at least one."""
+        """Rows of a chunk: as many as have `chunk_bytes` of float32 logits, and at least one."""
         return max(1, self.chunk_bytes // (FLOAT32_BYTES * self.out_features))
 
     def logits(self, hidden: Tensor, steps: Sequence[Step]) -> Tensor:

@@ -133,12 +133,14 @@ def _seeing(function: Callable[..., Any], names: Mapping[str, Any]) -> Callable[
     closure = function.__closure__
     inner = getattr(function, "__wrapped__", None)
     if inner is None:
-        seen = {**function.__globals__, **names}
+        namespace = {**function.__globals__, **names}
     else:
-        seen = function.__globals__
+        namespace = function.__globals__
         copied = CellType(_seeing(inner, names))
         closure = tuple(copied if cell.cell_contents is inner else cell for cell in closure or ())
-    copy = FunctionType(function.__code__, seen, function.__name__, function.__defaults__, closure)
+    copy = FunctionType(
+        function.__code__, namespace, function.__name__, function.__defaults__, closure
+    )
     copy.__kwdefaults__ = function.__kwdefaults__
     return copy
 
@@ -162,11 +164,11 @@ def _by_document(
     ]
     if not isinstance(results[0], tuple):
         return join_results("output", tuple(results), sizes, DOCUMENTS)
-    rows, *others = zip(*results, strict=True)
-    joined = [join_results("output", rows, sizes, DOCUMENTS)]
-    for each in others:
+    rows, *further_results = zip(*results, strict=True)
+    outputs = [join_results("output", rows, sizes, DOCUMENTS)]
+    for values in further_results:
         try:
-            joined.append(join_results("output", each, sizes, DOCUMENTS))
+            outputs.append(join_results("output", values, sizes, DOCUMENTS))
         except ValueError:  # not rows, but a result per document such as a last state
-            joined.append(each)
-    return tuple(joined)
+            outputs.append(values)
+    return tuple(outputs)

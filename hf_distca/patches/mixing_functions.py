@@ -79,7 +79,7 @@ class MixingCall:
 
 
 def planned_functions(stock: dict[str, Any]) -> dict[str, Function]:
-    """Return functions for planned steps by the names of those that they replace.
+    """Return the functions of planned steps, by the name of the stock function of each.
 
     The names are global names of the file of a mixing module.
     """
@@ -141,11 +141,18 @@ Read = Callable[[Tensor], Tensor]
 
 
 class Result(NamedTuple):
-    """Results of whole documents, or of a segment from a state of zeros."""
+    """Results of a recurrence that starts from a state of zeros, on whole documents or a segment.
 
-    rows: Tensor  # [1, T, H, V]
-    read: Read | None  # what the state before a segment adds to its rows
-    transition: Transition  # what a segment does to states
+    Attributes:
+        rows: [1, T, H, V] outputs.
+        read: function that returns the share of the state before a segment in the segment's rows;
+            None if no rows come before.
+        transition: A and B of a segment: the state after the segment is A·S + B.
+    """
+
+    rows: Tensor
+    read: Read | None
+    transition: Transition
 
 
 Run = Callable[[Sequence[Tensor], Packing | None, bool, bool], Result]
@@ -195,18 +202,18 @@ def _delta_rule(
             value = functional.pad(value, (0, state_rows))
             state = functional.pad(torch.eye(state_rows, device=value.device), (columns, 0))
             arguments["initial_state"] = state.expand(1, heads, -1, -1).contiguous()
-        out, final = stock(query, key, value, **arguments)
+        output, final = stock(query, key, value, **arguments)
         factor = offset = None
         if has_later:
             offset, factor = final[0].float().split([columns, final.shape[3] - columns], 2)
         if not has_earlier:
-            return Result(out, None, (None, offset))
-        out, r_1THK = out.split([columns, state_rows], 3)
+            return Result(output, None, (None, offset))
+        output, r_1THK = output.split([columns, state_rows], 3)
 
         def read(state: Tensor) -> Tensor:
             return torch.einsum("thk,hkv->thv", r_1THK[0].float(), state)
 
-        return Result(out, read, (factor, offset))
+        return Result(output, read, (factor, offset))
 
     shapes = (heads, state_rows, state_rows), (heads, state_rows, columns)
     return _recur(
@@ -241,13 +248,13 @@ def _scan(
     ) -> Result:
         hidden, dt, B, C = rows
         arguments = options if packing is None else {**options, "seq_idx": packing.seq_idx}
-        out = stock(hidden, dt, A, B, C, return_final_states=has_later, **arguments)
+        output = stock(hidden, dt, A, B, C, return_final_states=has_later, **arguments)
         offset = None
         if has_later:
-            out, final = out
+            output, final = output
             offset = final[0].float()
         if not has_earlier:
-            return Result(out, None, (None, offset))
+            return Result(output, None, (None, offset))
         # By how much a state has decayed since the segment began, at each row.
         dt_TH = dt[0].float() if dt_bias is None else dt[0].float() + dt_bias.float()
         dt_TH = functional.softplus(dt_TH) if dt_softplus else dt_TH
@@ -259,7 +266,7 @@ def _scan(
             read_TGHV = torch.einsum("tgn,ghvn->tghv", C_TGN.float(), grouped_state)
             return read_TGHV.flatten(1, 2) * decays_TH.unsqueeze(-1)
 
-        return Result(out, read, (decays_TH[-1] if has_later else None, offset))
+        return Result(output, read, (decays_TH[-1] if has_later else None, offset))
 
     heads, columns = hidden_states.shape[2:]
     shapes = (heads,), (heads, columns, B.shape[3])
@@ -289,11 +296,11 @@ def lightning_attention(
         rows: Sequence[Tensor], packing: Packing | None, has_earlier: bool, has_later: bool
     ) -> Result:
         (qkv,) = rows
-        out, final = stock(inner, qkv, None, None)
-        out = out.unflatten(2, (heads, size))
+        output, final = stock(inner, qkv, None, None)
+        output = output.unflatten(2, (heads, size))
         offset = final[0].float() if has_later else None
         if not has_earlier:
-            return Result(out, None, (None, offset))
+            return Result(output, None, (None, offset))
         places_T1 = torch.arange(1, qkv.shape[1] + 1, device=qkv.device).unsqueeze(1)
         decays_TH: Tensor = (-inner.slope_rate.float().view(1, heads) * places_T1).exp()
         q_THK = qkv[0].unflatten(1, (heads, -1))[..., :size]
@@ -302,7 +309,7 @@ def lightning_attention(
             read_THV = torch.einsum("thk,hkv->thv", q_THK.float(), state)
             return read_THV * decays_TH[..., None]
 
-        return Result(out, read, (decays_TH[-1] if has_later else None, offset))
+        return Result(output, read, (decays_TH[-1] if has_later else None, offset))
 
     qkv = module.act_fn(module.qkv_proj(hidden_states))
     values = qkv.unflatten(2, (heads, -1))[..., -size:]
@@ -402,7 +409,7 @@ class _Recurrence:
         self._token: Tensor
 
     def send_states(self) -> None:
-        """Compute cut segments and start to send what they do to states."""
+        """Compute the segments of cut documents and start to send their transitions."""
         for index, (number, _) in enumerate(self._calls):
             if number is not None:
                 has_earlier = bool(self._chains.earlier[number])
@@ -420,7 +427,11 @@ class _Recurrence:
                 self._results[index] = self._run(self._inputs[index], packing, False, False)
 
     def receive_states(self) -> list[Tensor]:
-        """Add to cut segments what the states before them change, and return the rows by call."""
+        """Add the share of the states before the segments of cut documents.
+
+        Returns:
+            The rows of each call.
+        """
         outputs = [self._results[index].rows for index in range(len(self._calls))]
         # Some result goes through the exchange on every rank, see `StateExchange.receive`.
         outputs = outputs or [self._no_rows]

@@ -35,13 +35,13 @@ def uncompiled(reason: str, *, recursive: bool = True) -> Callable[[Function], F
     return decorator
 
 
-def subclass(cls: type[nn.Module], *before: type, **members: Any) -> type[nn.Module]:
+def subclass(cls: type[nn.Module], *mixins: type, **members: Any) -> type[nn.Module]:
     """Return a subclass with its base's name.
 
     PEFT, accelerate and checkpoints find modules by this name.
     """
     return type(
         cls.__name__,
-        (*before, cls),
+        (*mixins, cls),
         {"__module__": cls.__module__, "__qualname__": cls.__qualname__, **members},
     )

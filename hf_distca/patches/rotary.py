@@ -57,7 +57,10 @@ def plan_rotary(model: PreTrainedModel) -> None:
 
 
 def _owner(model: nn.Module, name: str) -> nn.Module:
-    """Return the module whose forward calls a module: the nearest one around it that is no list."""
+    """Return the module whose forward calls a module.
+
+    A list of modules has no forward, so this is the nearest module around the list.
+    """
     owner: nn.Module = nn.ModuleList()
     while isinstance(owner, nn.ModuleList | nn.ModuleDict):
         name = name.rpartition(".")[0]

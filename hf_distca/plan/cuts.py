@@ -54,12 +54,10 @@ class Chains:
     # States that go to other ranks, one for each pair of an earlier and a later segment.
     messages: ExchangedRows
     received: IntArray  # for each arriving state, the cut segment of this rank that needs it
-    earlier: tuple[
-        tuple[int, ...], ...
-    ]  # for each cut segment, states of all earlier segments, in document order
-    later: tuple[
-        tuple[int, ...], ...
-    ]  # for each cut segment, gradients of all later segments, in document order
+    # For each cut segment, states of all earlier segments, in document order.
+    earlier: tuple[tuple[int, ...], ...]
+    # For each cut segment, gradients of all later segments, in document order.
+    later: tuple[tuple[int, ...], ...]
 
 
 def halos(layout: Layout, rank: int, width: int) -> Halos:
@@ -68,18 +66,23 @@ def halos(layout: Layout, rank: int, width: int) -> Halos:
     They serve a convolution whose kernel has width + 1 rows.
     """
     segments = layout.segments
-    nth = np.arange(len(segments)) - np.searchsorted(segments["rank"], segments["rank"])
-    begins = segments["offset"] + width * nth  # of each halo, in the extended row of its rank
-    first = np.maximum(segments["start"] - width, 0)
-    before = table_of(ROWS, document=segments["document"], start=first, stop=segments["start"])
-    ordered = by_document(segments)
-    reader, other, start, stop = overlaps(before, ordered)
-    holder = ordered.take(other)
-    source, target = (
-        np.repeat(ranks, stop - start) for ranks in (holder["rank"], segments["rank"][reader])
+    # 1. Rows of halos: parts [start, stop) of a document, each held by one segment.
+    halo_starts = np.maximum(segments["start"] - width, 0)
+    halo_rows = table_of(
+        ROWS, document=segments["document"], start=halo_starts, stop=segments["start"]
     )
+    ordered = by_document(segments)
+    reader, holder_index, start, stop = overlaps(halo_rows, ordered)
+    holder = ordered.take(holder_index)
+    # 2. Of each row, where the row is and where it goes in the extended row of the reader's rank,
+    #    in which every segment has its halo before it.
+    segment_of_rank = np.arange(len(segments)) - np.searchsorted(segments["rank"], segments["rank"])
+    halo_offsets = segments["offset"] + width * segment_of_rank
+    source = np.repeat(holder["rank"], stop - start)
+    target = np.repeat(segments["rank"][reader], stop - start)
     row = expand(holder["offset"] + start - holder["start"], stop - start)
-    place = expand(begins[reader] + width + start - segments["start"][reader], stop - start)
+    place = expand(halo_offsets[reader] + width + start - segments["start"][reader], stop - start)
+    # 3. The rows that this rank sends, receives, and has itself.
     _, received, messages = _messages(source, target, row, rank, layout.ranks)
     stays = (source == rank) & (target == rank)
     sizes = row_counts(layout.of_rank(rank))
@@ -97,23 +100,45 @@ def halos(layout: Layout, rank: int, width: int) -> Halos:
 def chains(layout: Layout, rank: int) -> Chains:
     """Return which states a rank's cut segments exchange with other segments."""
     segments = layout.segments
-    order, _, earlier, later = chained(segments)
-    count = np.bincount(segments["document"])[segments["document"]]
-    mine = np.flatnonzero(segments["rank"] == rank)
-    cut = np.flatnonzero(count[mine] > 1)
-    number = np.full(len(segments), -1)  # of the states of this rank's cut segments
-    number[mine[cut]] = np.arange(len(cut))
-    from_, to = order[earlier], order[later]
-    source, target = segments["rank"][from_], segments["rank"][to]
-    sent, received, messages = _messages(source, target, number[from_], rank, layout.ranks)
-    state, gradient = number[from_], number[to]
-    state[received] = len(cut) + np.arange(len(received))
-    gradient[sent] = len(cut) + np.arange(len(sent))
-    before, after = (
-        tuple(tuple(of_pairs[number[ends] == segment].tolist()) for segment in range(len(cut)))
-        for of_pairs, ends in ((state, to), (gradient, from_))
+    # 1. Numbers of the states of this rank's cut segments; -1 for all other segments.
+    segments_of_document = np.bincount(segments["document"])[segments["document"]]
+    rank_segments = np.flatnonzero(segments["rank"] == rank)
+    cut = np.flatnonzero(segments_of_document[rank_segments] > 1)
+    number = np.full(len(segments), -1)
+    number[rank_segments[cut]] = np.arange(len(cut))
+    # 2. Pairs of an earlier and a later segment, and the states that travel for them.
+    order, _, earlier_place, later_place = chained(segments)
+    earlier = order[earlier_place]
+    later = order[later_place]
+    sent, received, messages = _messages(
+        segments["rank"][earlier], segments["rank"][later], number[earlier], rank, layout.ranks
     )
-    return Chains(cut, messages, number[to[received]], before, after)
+    # 3. Of each pair, the number of the state that the later segment reads, and of the gradient
+    #    that the earlier segment reads. Those that arrive are numbered after the rank's own.
+    state = number[earlier]
+    state[received] = len(cut) + np.arange(len(received))
+    gradient = number[later]
+    gradient[sent] = len(cut) + np.arange(len(sent))
+    return Chains(
+        cut=cut,
+        messages=messages,
+        received=number[later[received]],
+        earlier=_by_segment(state, number[later], len(cut)),
+        later=_by_segment(gradient, number[earlier], len(cut)),
+    )
+
+
+def _by_segment(
+    values: IntArray, segment_of_pair: IntArray, segments: int
+) -> tuple[tuple[int, ...], ...]:
+    """Return the values of each segment's pairs.
+
+    Args:
+        values: [pairs].
+        segment_of_pair: [pairs] segment to which each pair belongs; -1 for none.
+        segments: number of segments.
+    """
+    return tuple(tuple(values[segment_of_pair == segment].tolist()) for segment in range(segments))
 
 
 def chained(segments: Table) -> tuple[IntArray, IntArray, IntArray, IntArray]:
@@ -128,9 +153,11 @@ def chained(segments: Table) -> tuple[IntArray, IntArray, IntArray, IntArray]:
     """
     order = np.lexsort((segments["start"], segments["document"]))
     document = segments["document"][order]
-    first = np.searchsorted(document, document)
-    nth = np.arange(len(order)) - first
-    return order, nth, expand(first, nth), np.repeat(np.arange(len(order)), nth)
+    document_begins = np.searchsorted(document, document)
+    earlier_count = np.arange(len(order)) - document_begins
+    earlier_place = expand(document_begins, earlier_count)
+    later_place = np.repeat(np.arange(len(order)), earlier_count)
+    return order, earlier_count, earlier_place, later_place
 
 
 def _messages(
@@ -144,10 +171,15 @@ def _messages(
         source: [transfers] rank that has an item, which does not travel if `target` is the same.
         item: [transfers] number of the item at its source.
     """
-    travels, numbers, counts = source != target, [], []
-    for here, there in ((source, target), (target, source)):
-        mine = np.flatnonzero((here == rank) & travels)
-        numbers.append(mine[np.argsort(there[mine], kind="stable")])
-        counts.append(np.bincount(there[mine], minlength=ranks))
-    (sent, received), (to, of) = numbers, counts
-    return sent, received, ExchangedRows(item[sent], to, of, crossing=bool(travels.any()))
+    travels = source != target
+
+    def by_peer(end: IntArray, peer: IntArray) -> tuple[IntArray, IntArray]:
+        """Return this rank's transfers at one end, by peer, and [ranks] how many each has."""
+        transfers = np.flatnonzero((end == rank) & travels)
+        ordered = transfers[np.argsort(peer[transfers], kind="stable")]
+        return ordered, np.bincount(peer[transfers], minlength=ranks)
+
+    sent, send_counts = by_peer(source, target)
+    received, recv_counts = by_peer(target, source)
+    messages = ExchangedRows(item[sent], send_counts, recv_counts, crossing=bool(travels.any()))
+    return sent, received, messages

@@ -44,12 +44,10 @@ class RowsMoved:
 
         Every K/V row that a worker's tasks read reaches the worker once.
         """
-        tasks, first, second = rows_to_move(replace(plan, stage_rows=None))
-        return cls(
-            *rows_by_link(
-                [rows_between(plan.workers, *each) for each in ([tasks], [first, second])], nodes
-            )
-        )
+        tasks, first_hop, second_hop = rows_to_move(replace(plan, stage_rows=None))
+        queries = rows_between(plan.workers, tasks)
+        keys = rows_between(plan.workers, first_hop, second_hop)
+        return cls(*rows_by_link([queries, keys], nodes))
 
     @property
     def most_keys(self) -> int:
@@ -70,12 +68,11 @@ class RowsMoved:
     def backward_bytes(self, row_bytes: RowBytes) -> IntArray:
         """Return [2, 2, workers] bytes of the backward: Q, O, dO, K and V are sent.
 
-        DQ, dK and dV come back.
+        The gradients dQ, dK and dV come back.
         """
-        there = self.queries * (row_bytes.q + 2 * row_bytes.o) + self.keys * row_bytes.kv
-        return np.asarray(
-            there + self.queries[:, ::-1] * row_bytes.q + self.keys[:, ::-1] * row_bytes.kv
-        )
+        sent = self.queries * (row_bytes.q + 2 * row_bytes.o) + self.keys * row_bytes.kv
+        returned = self.queries[:, ::-1] * row_bytes.q + self.keys[:, ::-1] * row_bytes.kv
+        return np.asarray(sent + returned)
 
 
 def rows_between(workers: int, *tables: Table) -> IntArray:
@@ -83,24 +80,30 @@ def rows_between(workers: int, *tables: Table) -> IntArray:
 
     Rows that a worker keeps count, too.
     """
-    moved = np.zeros(workers**2)
+    rows = np.zeros(workers**2)
     for moves in tables:
-        moved += np.bincount(
-            moves["source"] * workers + moves["target"], row_counts(moves), workers**2
-        )
-    return moved.astype(np.int64).reshape(workers, workers)
+        pair_of_workers = moves["source"] * workers + moves["target"]
+        rows += np.bincount(pair_of_workers, row_counts(moves), workers**2)
+    return rows.astype(np.int64).reshape(workers, workers)
 
 
-def rows_by_link(every: Sequence[IntArray], nodes: Sequence[int]) -> list[IntArray]:
+def rows_by_link(tables: Sequence[IntArray], nodes: Sequence[int]) -> list[IntArray]:
     """Return [2, 2, workers] rows by link and direction, for each table of rows.
 
-    A table has [workers, workers] rows that go from each worker to each worker. Rows that stay are
-    left out.
+    Rows that stay are left out.
+
+    Args:
+        tables: [workers, workers] each, rows that go from each worker to each worker.
+        nodes: [workers] node of each worker.
     """
     between = np.not_equal.outer(nodes, nodes)
-    links = np.stack([~between & ~np.eye(len(between), dtype=bool), between])
-    over_links = (moved * links for moved in every)
-    return [np.stack([over.sum(axis=2), over.sum(axis=1)], axis=1) for over in over_links]
+    within = ~between & ~np.eye(len(between), dtype=bool)
+    uses_link = np.stack([within, between])
+    by_link = []
+    for rows in tables:
+        link_rows = rows * uses_link  # [2, workers, workers]
+        by_link.append(np.stack([link_rows.sum(axis=2), link_rows.sum(axis=1)], axis=1))
+    return by_link
 
 
 def bytes_by_link(plan: Plan, row_bytes: RowBytes, nodes: Sequence[int]) -> IntArray:
@@ -120,24 +123,37 @@ def bytes_moved(plan: Plan, row_bytes: RowBytes) -> IntArray:
 
 
 def exchange_figures(
-    moved: IntArray, nodes: Sequence[int], bandwidths: Sequence[float] = BANDWIDTHS
+    worker_bytes: IntArray, nodes: Sequence[int], bandwidths: Sequence[float] = BANDWIDTHS
 ) -> ExchangeFigures:
-    """Sum [2, 2, workers] bytes, all nano-batches together, for [workers] nodes from 0 on."""
-    of_nodes = moved @ np.equal.outer(nodes, np.unique(nodes))
+    """Sum up the bytes of all nano-batches.
+
+    Args:
+        worker_bytes: [2, 2, workers] within and between nodes, sent and received.
+        nodes: [workers] node of each worker, from 0 on.
+    """
+    node_bytes = worker_bytes @ np.equal.outer(nodes, np.unique(nodes))  # [2, 2, nodes]
     return ExchangeFigures(
-        bytes_total=int(moved[:, 0].sum()),
-        bytes_bottleneck=int(moved.sum(axis=0).max()),
-        bytes_within_nodes=int(moved[WITHIN, 0].sum()),
-        bytes_within_nodes_bottleneck=int(moved[WITHIN].max()),
-        bytes_within_nodes_busiest_node=int(of_nodes[WITHIN].max()),
-        bytes_between_nodes=int(moved[BETWEEN, 0].sum()),
-        bytes_between_nodes_bottleneck=int(moved[BETWEEN].max()),
-        bytes_between_nodes_busiest_node=int(of_nodes[BETWEEN].max()),
-        link_seconds=link_seconds(moved, bandwidths),
+        bytes_total=int(worker_bytes[:, 0].sum()),
+        bytes_bottleneck=int(worker_bytes.sum(axis=0).max()),
+        bytes_within_nodes=int(worker_bytes[WITHIN, 0].sum()),
+        bytes_within_nodes_bottleneck=int(worker_bytes[WITHIN].max()),
+        bytes_within_nodes_busiest_node=int(node_bytes[WITHIN].max()),
+        bytes_between_nodes=int(worker_bytes[BETWEEN, 0].sum()),
+        bytes_between_nodes_bottleneck=int(worker_bytes[BETWEEN].max()),
+        bytes_between_nodes_busiest_node=int(node_bytes[BETWEEN].max()),
+        link_seconds=link_seconds(worker_bytes, bandwidths),
     )
 
 
-def link_seconds(moved: IntArray, bandwidths: Sequence[float] = BANDWIDTHS) -> float:
-    """Return the seconds that the busiest link takes for [2, 2, workers] bytes."""
-    busiest = (int(of_link.max(initial=0)) for of_link in moved)
-    return max(size / bandwidth for size, bandwidth in zip(busiest, bandwidths, strict=True)) / 1e9
+def link_seconds(worker_bytes: IntArray, bandwidths: Sequence[float] = BANDWIDTHS) -> float:
+    """Return the seconds that the busiest link takes.
+
+    Args:
+        worker_bytes: as in `exchange_figures`.
+        bandwidths: GB/s within and between nodes.
+    """
+    seconds = [
+        int(link_bytes.max(initial=0)) / bandwidth / 1e9
+        for link_bytes, bandwidth in zip(worker_bytes, bandwidths, strict=True)
+    ]
+    return max(seconds)

@@ -75,7 +75,12 @@ class CallTasks:
         return self._with_task_cut(middle, missing, window)._divided(middle + 1)
 
     def _with_task_cut(self, task: int, first_pairs: float, window: int | None) -> "CallTasks":
-        """Cut one task into its first query rows, with about so many pairs, and its last ones."""
+        """Cut one task in two at a query row.
+
+        Args:
+            task: index of the task.
+            first_pairs: pairs that the first part should have; it gets about as many.
+        """
         q_rows, k_rows = int(self.q_lens[task]), int(self.k_lens[task])
         keys_before = k_rows - q_rows  # the first query
         # [q_rows] pairs of the queries up to each
@@ -98,7 +103,7 @@ class CallTasks:
         )
 
     def _divided(self, tasks: int) -> tuple["CallTasks", "CallTasks"]:
-        """Return the first tasks, so many, and the others."""
+        """Divide the tasks in two: the first ones, as many as `tasks` says, and all after them."""
         q_rows = int(self.q_lens[:tasks].sum())
         k_rows = int(self.k_lens[:tasks].sum())
         first = CallTasks(
@@ -238,10 +243,10 @@ def _arrivals(first_hop: Table, second_hop: Table, rank: int) -> Table:
 
 
 def _exchanged(moves: Table, rank: int, plan: Plan, arrivals: Table | None = None) -> ExchangedRows:
-    """Return what one worker sends and receives of these rows.
+    """Return the rows of an exchange that one worker sends and receives.
 
     Args:
-        arrivals: rows that the worker has received, if it forwards these; else it sends local rows.
+        arrivals: received rows, of which the worker forwards some; None if it sends local rows.
     """
     outgoing = _ordered(moves.compress(moves["source"] == rank), "target")
     incoming = moves.compress(moves["target"] == rank)

@@ -115,7 +115,7 @@ class KernelCall:
 
     @property
     def key(self) -> CallKey:
-        """Key of the tasks among those of a rank."""
+        """Key under which a rank has the tasks of this kernel call."""
         return self.tasks, self.stage
 
     @cached_property
@@ -204,7 +204,10 @@ def make_schedule(
 
 @dataclass(frozen=True)
 class _Transfers:
-    """All that travels in one core attention. Tuples have one transfer a stage, or are empty."""
+    """Transfers of one core attention.
+
+    A tuple has one transfer for each stage. It is empty if its rows do not travel.
+    """
 
     stages: int
     queries: Transfer
@@ -225,7 +228,11 @@ class _Transfers:
 def _transfers(
     direction: Direction, stages: int, kept_rows: KeptRows, *, forwards: bool, servers: bool
 ) -> _Transfers:
-    """Return the transfers of a forward, or of a backward without the rows that it has already."""
+    """Return the transfers of one core attention, forward or backward.
+
+    Args:
+        kept_rows: rows that the backward has from the forward, which do not travel again.
+    """
     if direction == "forward":
         query_columns: tuple[str, ...] = ("q",)
         server_columns: tuple[str, ...] = ("q", "k", "v")

@@ -117,9 +117,10 @@ def _check_nodes(nodes: Sequence[int], problem: Problem) -> None:
     ranks, workers = problem.layout.ranks, len(problem.workers)
     node_of_rank = np.asarray(nodes)[:ranks]
     changes = np.diff(node_of_rank, prepend=node_of_rank[:1]) != 0
-    in_order = np.array_equal(node_of_rank, np.cumsum(changes))
-    named = np.unique(nodes)
-    if len(nodes) != workers or not in_order or not np.array_equal(named, np.arange(len(named))):
+    ranks_are_ordered = np.array_equal(node_of_rank, np.cumsum(changes))
+    node_numbers = np.unique(nodes)
+    nodes_are_numbered = np.array_equal(node_numbers, np.arange(len(node_numbers)))
+    if len(nodes) != workers or not ranks_are_ordered or not nodes_are_numbered:
         raise ValueError(
             f"nodes must have one number per worker, {workers} in all: 0, 1, 2, … in the "
             f"order of the {ranks} ranks, then the nodes of dedicated servers; got "
@@ -208,8 +209,8 @@ def ideals_inside(loads: IntArray, workers: Workers, nodes: IntArray) -> FloatAr
     ideal = np.zeros(len(workers))
     for node in range(int(nodes.max()) + 1):
         members = np.flatnonzero(nodes == node)
-        on_node = Workers(tuple(speeds[members].tolist()), tuple(base_loads[members].tolist()))
-        ideal[members] = on_node.ideal(int(loads[members].sum()))
+        node_workers = Workers(tuple(speeds[members].tolist()), tuple(base_loads[members].tolist()))
+        ideal[members] = node_workers.ideal(int(loads[members].sum()))
     return ideal
 
 
@@ -225,26 +226,26 @@ def tasks_of_workers(tasks: Table, problem: Problem, nodes: IntArray, limit: Flo
     """
     workers, window = problem.workers, problem.pair_window
     # 1. Leave rows on their ranks, if these are on the node that computes the rows.
-    cut_tasks, held = cut_at(tasks, by_document(problem.layout.segments))
-    stays = nodes[held["rank"]] == cut_tasks["worker"]
-    moved = merged(cut_tasks.compress(~stays))
-    cut_tasks["worker"] = held["rank"]
+    cut_tasks, holders = cut_at(tasks, by_document(problem.layout.segments))
+    stays = nodes[holders["rank"]] == cut_tasks["worker"]
+    given_tasks = merged(cut_tasks.compress(~stays))
+    cut_tasks["worker"] = holders["rank"]
     local_tasks = cut_tasks.compress(stays)
     # 2. Give other rows to the workers with the most room. The largest pieces of documents come
     #    first, since they need the most room.
     time_left = limit - np.asarray(workers.base_load)
     room = time_left * np.asarray(workers.speed) - problem.loads(local_tasks)
-    placed = []
-    for index in largest_first(pairs(moved["start"], moved["stop"], window)).tolist():
-        document, start, stop, node = moved[index].tolist()
+    placed_tasks = []
+    for index in largest_first(pairs(given_tasks["start"], given_tasks["stop"], window)).tolist():
+        document, start, stop, node = given_tasks[index].tolist()
         members = np.flatnonzero(nodes == node)
         while start < stop:
             worker = int(members[room[members].argmax()])
             cut = _cut_for_room(start, stop, float(room[worker]), problem)
-            placed.append((document, start, cut, worker))
+            placed_tasks.append((document, start, cut, worker))
             room[worker] -= pairs(start, cut, window)
             start = cut
-    return merged(joined(local_tasks, np.array(placed, TASK)))
+    return merged(joined(local_tasks, np.array(placed_tasks, TASK)))
 
 
 def _cut_for_room(start: int, stop: int, room: float, problem: Problem) -> int:

@@ -51,7 +51,7 @@ Piece = tuple[int, int, int, int]
 
 
 class Problem:
-    """Everything that stays the same from pass to pass.
+    """Layout, workers and costs of a balancing, which are the same in all of its passes.
 
     Rows of every document are counted from `origin` on, so that pairs alone express the whole cost
     of a row. A row p with an overhead of c pairs costs min(p + 1, window) + c in all. Row p + c
@@ -122,10 +122,10 @@ class Price:
         Args:
             held_rows: the taker has the document's K/V rows before this row already.
         """
-        first = held_rows
+        first_sent = held_rows
         if self.window is not None:
-            first = np.maximum(start - self.window + 1, held_rows)
-        sent_keys = np.maximum(stop - first, 0.0)
+            first_sent = np.maximum(start - self.window + 1, held_rows)
+        sent_keys = np.maximum(stop - first_sent, 0.0)
         return np.asarray((stop - start) * self.row_bytes + sent_keys * self.kv_bytes)
 
 
@@ -164,10 +164,10 @@ def take(
         else:
             cost_a_pair = cost / np.maximum(part, 1.0)
             task = int(np.where(part > 0, cost_a_pair, np.inf).argmin())
-        taken = float(part[task])
-        amount -= taken
-        pairs_of_task[task] = pairs_of_task.get(task, 0.0) + taken
-        high[task] -= taken
+        taken_pairs = float(part[task])
+        amount -= taken_pairs
+        pairs_of_task[task] = pairs_of_task.get(task, 0.0) + taken_pairs
+        high[task] -= taken_pairs
     return pairs_of_task
 
 
@@ -228,13 +228,13 @@ def _surplus(problem: Problem, loads: IntArray, aim: FloatArray, limit: FloatArr
 def _prices(problem: Problem, surplus: FloatArray) -> list[Price]:
     """Return [workers] the price of rows that each worker gives."""
     row_bytes = problem.row_bytes
-    usual = Price(row_bytes.q + row_bytes.o, row_bytes.kv, problem.window, problem.origin)
+    usual_price = Price(row_bytes.q + row_bytes.o, row_bytes.kv, problem.window, problem.origin)
     # All workers wait for the bytes that the busiest one sends.
-    of_busy = Price(
+    price_if_busy = Price(
         row_bytes.q + row_bytes.o // O_OF_BUSY, row_bytes.kv, problem.window, problem.origin
     )
     is_busy = surplus >= BUSY * surplus.max()
-    return [of_busy if busy else usual for busy in is_busy.tolist()]
+    return [price_if_busy if busy else usual_price for busy in is_busy.tolist()]
 
 
 def _held_rows(problem: Problem, tasks: Table, surplus: FloatArray) -> dict[int, dict[int, int]]:
@@ -268,10 +268,14 @@ def _sources(
     price_of_giver: list[Price],
     held_rows: dict[int, dict[int, int]],
 ) -> dict[int, list[Part]]:
-    """Return the parts that leave each task, so that givers give what their flows say.
+    """Divide every giver's flows among its tasks.
 
     Args:
+        flows: pairs that each giver gives to each taker.
         held_rows: as `_held_rows` returns.
+
+    Returns:
+        By task, the parts that leave the task: their pairs, and the taker of each.
     """
     workers = np.arange(len(problem.workers) + 1)
     first_task: list[int] = np.searchsorted(tasks["worker"], workers).tolist()

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 
 import numpy as np
 
@@ -24,8 +25,8 @@ from hf_distca.planner.branches import Forest, reach, with_branches
 from hf_distca.planner.joint import joint_layout
 from hf_distca.planner.layout import fixed_layout, layout_of_kind, mirrored
 from hf_distca.planner.settings import PlanSettings
-from hf_distca.predict.counts import CountedPlan, count_plan
-from hf_distca.predict.seconds import DIAGONAL_ROWS, StepCosts, Tasks
+from hf_distca.predict.counts import CountedPlan, count_nano_batches
+from hf_distca.predict.seconds import DIAGONAL_ROWS, FloatArray, StepCosts, Tasks
 
 SMALLEST_SHARE = 0.25
 """Least share of a rank's tokens in a nano-batch of whole documents; fewer hide almost nothing, but
@@ -52,84 +53,108 @@ def nano_batches_as_set(
         forest: the documents are its trees; None if no document continues another.
     """
     if settings.document_layout == "whole":
-        on_ranks = whole_documents(lengths, settings.ranks, settings.tokens_per_rank)
-        return _on_ranks(lengths, on_ranks, settings, forest)
-    groups = split_documents(lengths, settings.ranks) if settings.ping_pong else None
-    groups = groups or [np.arange(len(lengths))]
-    sizes, window = settings.node_sizes, reach(settings.dominant_kind, forest)
+        documents_of_ranks = whole_documents(lengths, settings.ranks, settings.tokens_per_rank)
+        return _whole_on_ranks(lengths, documents_of_ranks, settings, forest)
+    nano_documents = None
+    if settings.ping_pong:
+        nano_documents = split_documents(lengths, settings.ranks)
+    if nano_documents is None:
+        nano_documents = [np.arange(len(lengths))]
+    node_sizes = settings.node_sizes
     layouts = []
-    for number, group in enumerate(groups):
+    for number, documents in enumerate(nano_documents):
+        is_second = number == 1
         # Each layout gives one row more to its first ranks. Mirroring the second, with its nodes,
         # gives its extra rows to the last ranks, so no rank holds more than without nano-batches.
         if settings.document_layout == "fixed":
-            layout = fixed_layout([lengths[group].tolist()], settings.ranks)
+            layout = fixed_layout([lengths[documents].tolist()], settings.ranks)
         else:
             layout = joint_layout(
-                lengths[group],
+                lengths[documents],
                 settings.ranks,
                 settings.tokens_per_rank,
-                node_sizes=sizes[::-1] if sizes and number else sizes,
-                window=window,
+                node_sizes=node_sizes[::-1] if node_sizes and is_second else node_sizes,
+                window=reach(settings.dominant_kind, forest),
                 balance_tolerance=settings.balance_tolerance,
                 balance_block_size=settings.balance_block_size,
             )
-        layouts.append(mirrored(layout) if number else layout)
-    return _balanced(groups, layouts, settings, forest)
+        layouts.append(mirrored(layout) if is_second else layout)
+    return _balanced(nano_documents, layouts, settings, forest)
 
 
 def nano_batches_placed(
-    placed: Sequence[Sequence[int]], settings: PlanSettings
+    rank_lengths: Sequence[Sequence[int]], settings: PlanSettings
 ) -> tuple[NanoBatch, ...]:
     """Balance documents that stay where they lie, in one stage.
 
-    They are given as the lengths of each rank's documents.
+    Args:
+        rank_lengths: [ranks] lengths of each rank's documents.
     """
-    lengths = lengths_of(placed)
-    stops = np.cumsum([len(row) for row in placed])
-    return _on_ranks(lengths, np.split(np.arange(len(lengths)), stops[:-1]), settings)
+    lengths = lengths_of(rank_lengths)
+    stops = np.cumsum([len(document_lengths) for document_lengths in rank_lengths])
+    documents_of_ranks = np.split(np.arange(len(lengths)), stops[:-1])
+    return _whole_on_ranks(lengths, documents_of_ranks, settings)
 
 
-def lengths_of(placed: Sequence[Sequence[int]]) -> IntArray:
-    """Return [documents] tokens of documents that are placed, rank after rank."""
-    return np.array([length for lengths in placed for length in lengths], np.int64)
+def lengths_of(rank_lengths: Sequence[Sequence[int]]) -> IntArray:
+    """Return [documents] tokens of all documents, from the lengths on each rank."""
+    return np.array(list(chain(*rank_lengths)), np.int64)
 
 
-def _on_ranks(
+def _whole_on_ranks(
     lengths: IntArray,
-    on_ranks: Sequence[IntArray],
+    documents_of_ranks: Sequence[IntArray],
     settings: PlanSettings,
     forest: Forest | None = None,
 ) -> tuple[NanoBatch, ...]:
     """Plan each rank's whole documents, in the order of its rows.
 
-    A nano-batch has the first or the last of them.
+    There are two nano-batches if the documents of every rank divide well enough: one has the first
+    documents of each rank, the other the last.
     """
-    divided, halves = [list(on_ranks)], []
-    for documents in on_ranks if settings.ping_pong else ():
-        *before, total = np.cumsum(lengths[documents]).tolist() or [0]
-        smaller = [
-            min(first, total - first) for first in before
-        ]  # part, if the documents are cut between two of them
-        if max(smaller, default=-1) < SMALLEST_SHARE * total:
-            break
-        halves.append(np.split(documents, [smaller.index(max(smaller)) + 1]))
-    if len(halves) == len(on_ranks):
-        divided = [[first for first, _ in halves], [second for _, second in halves]]
+    rank_halves = []
+    for documents in documents_of_ranks:
+        halves = _halves(lengths, documents) if settings.ping_pong else None
+        if halves is not None:
+            rank_halves.append(halves)
+    nano_batches = [list(documents_of_ranks)]
+    if len(rank_halves) == len(documents_of_ranks):
+        nano_batches = [list(documents) for documents in zip(*rank_halves, strict=True)]
     layouts = [
-        fixed_layout([lengths[documents].tolist() for documents in each]) for each in divided
+        fixed_layout([lengths[documents].tolist() for documents in nano_batch])
+        for nano_batch in nano_batches
     ]
-    return _balanced([np.concatenate(each) for each in divided], layouts, settings, forest)
+    nano_documents = [np.concatenate(nano_batch) for nano_batch in nano_batches]
+    return _balanced(nano_documents, layouts, settings, forest)
+
+
+def _halves(lengths: IntArray, documents: IntArray) -> tuple[IntArray, IntArray] | None:
+    """Divide a rank's documents between two of them, as evenly as possible in tokens.
+
+    Returns:
+        The first and the last documents; None if the smaller part would have less than
+        `SMALLEST_SHARE` of the tokens.
+    """
+    if len(documents) < 2:
+        return None
+    tokens = np.cumsum(lengths[documents])
+    smaller_part = np.minimum(tokens[:-1], tokens[-1] - tokens[:-1])
+    cut = int(smaller_part.argmax())
+    if smaller_part[cut] < SMALLEST_SHARE * tokens[-1]:
+        return None
+    return documents[: cut + 1], documents[cut + 1 :]
 
 
 def _balanced(
-    groups: Sequence[IntArray],
+    nano_documents: Sequence[IntArray],
     layouts: Sequence[Layout],
     settings: PlanSettings,
     forest: Forest | None,
 ) -> tuple[NanoBatch, ...]:
+    """Balance the core attention of nano-batches, from the documents and the layout of each."""
     nano_batches = []
-    for group, layout in zip(groups, layouts, strict=True):
-        documents, laid_out = with_branches(group, layout, forest)
+    for unordered, layout in zip(nano_documents, layouts, strict=True):
+        documents, laid_out = with_branches(unordered, layout, forest)
         plans = {kind: balance(laid_out, kind, settings) for kind in settings.kinds}
         nano_batches.append(NanoBatch(documents, laid_out, plans))
     return tuple(nano_batches)
@@ -141,7 +166,7 @@ def finished(
     settings: PlanSettings,
     stages: int | None = None,
     choice: PlanChoice | None = None,
-    counted: Sequence[Mapping[AttentionKind, CountedPlan]] = (),
+    counts: Sequence[Mapping[AttentionKind, CountedPlan]] = (),
     forest: Forest | None = None,
 ) -> MicroBatchPlan:
     """Divide K/V rows of balanced nano-batches into stages, and add figures for logs.
@@ -149,32 +174,36 @@ def finished(
     Args:
         stages: approximate number of stages, which may take several buffers; None for the usual
             number.
-        counted: for each nano-batch, the counts of its plans; none to count them.
+        counts: for each nano-batch, the counts of its plans; none to count them.
     """
-    count, together = stages or usual_stages(len(nano_batches)), stages is not None
-    nodes, staged = settings.node_of_ranks, []
-    counted = counted or [
-        {
-            kind: count_plan(plan, kind, settings.bytes_per_value, nodes)
-            for kind, plan in nano.plans.items()
+    nodes = settings.node_of_ranks
+    if not counts:
+        counts = count_nano_batches(nano_batches, settings.bytes_per_value, nodes)
+    # 1. The stages of every plan.
+    staged = []
+    for nano_batch, counts_of_kinds in zip(nano_batches, counts, strict=True):
+        plans = {
+            kind: with_stages(
+                plan,
+                settings.buffer_rows(kind),
+                stages=stages or usual_stages(len(nano_batches)),
+                together=stages is not None,
+                most=counts_of_kinds[kind].most_rows,
+            )
+            for kind, plan in nano_batch.plans.items()
         }
-        for nano in nano_batches
-    ]
-    for nano, counts in zip(nano_batches, counted, strict=True):
-        plans = {}
-        for kind, plan in nano.plans.items():
-            most, buffer_rows = counts[kind].most_rows, settings.buffer_rows(kind)
-            plans[kind] = with_stages(plan, buffer_rows, stages=count, together=together, most=most)
-        staged.append(replace(nano, plans=plans))
+        staged.append(replace(nano_batch, plans=plans))
+    # 2. Figures of the costliest kind of attention, over all nano-batches.
     kind = settings.dominant_kind
-    packed = loads_as_packed(lengths, settings, forest)
-    planned = np.sum([loads_of(nano.plans[kind]) for nano in nano_batches], axis=0)
+    packed_loads = loads_as_packed(lengths, settings, forest)
+    loads = np.sum([loads_of(nano_batch.plans[kind]) for nano_batch in nano_batches], axis=0)
+    forward_bytes = np.sum(
+        [counts_of_kinds[kind].forward_bytes for counts_of_kinds in counts], axis=0
+    )
     summary = PlanSummary(
-        packed_max_over_mean=float(packed.max() / packed.mean()),
-        max_over_mean=float(planned.max() / planned.mean()),
-        exchange=exchange_figures(
-            np.sum([counts[kind].forward_bytes for counts in counted], axis=0), nodes
-        ),
+        packed_max_over_mean=float(packed_loads.max() / packed_loads.mean()),
+        max_over_mean=float(loads.max() / loads.mean()),
+        exchange=exchange_figures(forward_bytes, nodes),
     )
     return MicroBatchPlan(tuple(staged), summary, choice=choice)
 
@@ -187,24 +216,38 @@ def packed_seconds(
     Runs of mixing layers are left out, too.
     """
     packed = _packed(lengths, settings, forest)
-    seconds = packed.tokens * costs.token + costs.depth * costs.launches * (
-        1 + costs.backward_factor
-    )
-    for of_kind in costs.kinds:
-        window, segments = of_kind.kind.window, layout_of_kind(packed, of_kind.kind).segments
-        rows, stops, rank = row_counts(segments), segments["stop"], segments["rank"]
-        keys = stops if window is None else np.minimum(stops, rows + window - 1)
-        diagonal = rows * np.minimum(rows, DIAGONAL_ROWS)
-        every = (rows, keys, pairs(segments["start"], stops, window), diagonal, np.ones_like(rows))
-        of_rows, of_keys, of_pairs, of_diagonal, count = (
-            np.bincount(rank, each, packed.ranks).astype(float) for each in every
-        )
-        tasks = Tasks(of_rows, of_keys, of_pairs, np.ones(packed.ranks), of_diagonal, count)
-        seconds = seconds + of_kind.layers * (
-            of_kind.forward.seconds(tasks) + of_kind.backward.seconds(tasks)
-        )
+    launches = costs.depth * costs.launches * (1 + costs.backward_factor)
+    seconds = packed.tokens * costs.token + launches
+    for kind_costs in costs.kinds:
+        tasks = _packed_tasks(packed, kind_costs.kind)
+        kernel_s = kind_costs.forward.seconds(tasks) + kind_costs.backward.seconds(tasks)
+        seconds = seconds + kind_costs.layers * kernel_s
     seconds = seconds * np.array(costs.slowness or 1.0)
     return costs.until_done(seconds, float(seconds.max()))
+
+
+def _packed_tasks(packed: Layout, kind: AttentionKind) -> Tasks:
+    """Return [ranks] one kernel call of each rank, with a task for each of its segments.
+
+    A task reads the K/V rows of its segment, and of the document before the segment.
+    """
+    segments = layout_of_kind(packed, kind).segments
+    starts = segments["start"]
+    stops = segments["stop"]
+    rows = row_counts(segments)
+    keys = stops if kind.window is None else np.minimum(stops, rows + kind.window - 1)
+
+    def total(amount: IntArray) -> FloatArray:
+        return np.bincount(segments["rank"], amount, packed.ranks).astype(float)
+
+    return Tasks(
+        rows=total(rows),
+        keys=total(keys),
+        pairs=total(pairs(starts, stops, kind.window)),
+        calls=np.ones(packed.ranks),
+        diagonal=total(rows * np.minimum(rows, DIAGONAL_ROWS)),
+        tasks=total(np.ones_like(rows)),
+    )
 
 
 def loads_as_packed(

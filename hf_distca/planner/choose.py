@@ -53,7 +53,7 @@ from hf_distca.planner.groups import (
 )
 from hf_distca.planner.layout import check_capacity
 from hf_distca.planner.settings import UNBALANCED, Choices, PlanSettings
-from hf_distca.predict.counts import CountedPlan, count_plan
+from hf_distca.predict.counts import CountedPlan, count_nano_batches
 from hf_distca.predict.walk import Walked, in_stages, predict_step
 
 IntArray = NDArray[np.int64]
@@ -109,7 +109,7 @@ class PlannedCandidate:
 
     candidate: Candidate
     nano_batches: tuple[NanoBatch, ...]
-    counted: list[dict[AttentionKind, CountedPlan]]
+    counts: list[dict[AttentionKind, CountedPlan]]
     stages: int | None
     step: Walked
 
@@ -147,17 +147,17 @@ def choose(
 
 
 def choose_placed(
-    placed: Sequence[Sequence[int]], settings: PlanSettings, choices: Choices
+    rank_lengths: Sequence[Sequence[int]], settings: PlanSettings, choices: Choices
 ) -> MicroBatchPlan:
     """Plan documents that stay on the ranks where they lie, with the least predicted time.
 
     Documents are not grouped, whatever `choices` says.
 
     Args:
-        placed: for each rank, lengths of its documents in the order of its rows.
+        rank_lengths: for each rank, lengths of its documents in the order of its rows.
     """
-    as_placed = partial(nano_batches_placed, placed)
-    search = _Search(lengths_of(placed), settings, choices, as_placed)
+    fixed_nano_batches = partial(nano_batches_placed, rank_lengths)
+    search = _Search(lengths_of(rank_lengths), settings, choices, fixed_nano_batches)
     fastest = fastest_of(search.as_set(), search.planned)
     assert fastest is not None
     return search.finished(fastest)
@@ -240,15 +240,15 @@ class _Search:
         """Return the placings of all documents, in groups of growing size."""
         sizes_of_groups = partitions(self._node_sizes)
         if len(self._node_sizes) > 2:
-            joined = joined_nodes(
+            joined_sizes = joined_nodes(
                 self._lengths,
                 self._seconds,
                 self._node_sizes,
                 self._settings.tokens_per_rank,
                 self._speeds,
             )
-            if joined is not None and joined not in sizes_of_groups:
-                sizes_of_groups.append(joined)
+            if joined_sizes is not None and joined_sizes not in sizes_of_groups:
+                sizes_of_groups.append(joined_sizes)
         placings = self._whole_placings()
         for sizes in sorted(sizes_of_groups, key=max):
             if max(sizes) > 1:
@@ -274,21 +274,21 @@ class _Search:
         placing = self._placed((1,) * ranks)
         if placing is None:
             return []
-        if placing.left:
+        if placing.unplaced:
             # Equal work leaves no room for some documents: equal tokens may.
-            by_tokens = place_on_ranks(
+            even_tokens = place_on_ranks(
                 self._lengths,
                 self._seconds,
                 ranks,
                 self._settings.tokens_per_rank,
                 self._speeds,
             )
-            return [placing] if by_tokens is None else [by_tokens, placing]
+            return [placing] if even_tokens is None else [even_tokens, placing]
         if self._costs.ranks_per_core > 1:
             # Idle ranks leave their cores to others, so as many ranks as there are cores should be
             # done last.
             filled = self._placed((1,) * ranks, fill_to=placing.slowest)
-            if filled is not None and not filled.left:
+            if filled is not None and not filled.unplaced:
                 return [min(placing, filled, key=self._bound)]
         return [placing]
 
@@ -307,7 +307,7 @@ class _Search:
             if bound >= lowest * (1 - GOOD_ENOUGH):
                 continue
             even.append(placing)
-            if not placing.left:
+            if not placing.unplaced:
                 lowest = bound
         return even
 
@@ -391,7 +391,7 @@ class _Search:
     @staticmethod
     def _may_have_cuts(placing: Placing) -> bool:
         """Return whether documents may be cut: not if each lies whole on a single rank."""
-        return max(placing.sizes) > 1 or bool(placing.left)
+        return max(placing.sizes) > 1 or bool(placing.unplaced)
 
     # 3. Plans of candidates.
 
@@ -401,15 +401,9 @@ class _Search:
         if nano_batches is None:
             return None
         settings = self._settings
-        counted = []
-        for nano in nano_batches:
-            counts = {
-                kind: count_plan(plan, kind, settings.bytes_per_value, settings.node_of_ranks)
-                for kind, plan in nano.plans.items()
-            }
-            counted.append(counts)
-        step, stages = self._fastest_stages(nano_batches, counted, (None, 1))
-        return PlannedCandidate(candidate, nano_batches, counted, stages, step)
+        counts = count_nano_batches(nano_batches, settings.bytes_per_value, settings.node_of_ranks)
+        step, stages = self._fastest_stages(nano_batches, counts, (None, 1))
+        return PlannedCandidate(candidate, nano_batches, counts, stages, step)
 
     def _nano_batches(self, candidate: Candidate) -> tuple[NanoBatch, ...] | None:
         """Lay out and balance the documents of a candidate, in one stage.
@@ -419,15 +413,15 @@ class _Search:
         settings = replace(self._settings, balance_tolerance=candidate.tolerance)
         if candidate.division == "as set":
             (count,) = candidate.nano_batches
-            nano_batches = self._as_set(replace(settings, ping_pong=count == 2))
+            planned = self._as_set(replace(settings, ping_pong=count == 2))
             # Documents that form one nano-batch only are planned by the candidate with one.
             fewest = min(self._choices.nano_batches)
-            return nano_batches if len(nano_batches) == count or count == fewest else None
+            return planned if len(planned) == count or count == fewest else None
         evenly = candidate.division == "evenly"
         if evenly and self._moves(candidate.placing) > MOST_MOVES * settings.ranks**0.5:
             return None
         for count in candidate.nano_batches:
-            in_groups = nano_batches_in_groups(
+            nano_batches = nano_batches_in_groups(
                 self._lengths,
                 candidate.placing,
                 settings,
@@ -436,8 +430,8 @@ class _Search:
                 evenly=evenly,
                 forest=self._forest,
             )
-            if in_groups is not None:
-                return in_groups
+            if nano_batches is not None:
+                return nano_batches
         return None
 
     def _moves(self, placing: Placing) -> int:
@@ -458,7 +452,7 @@ class _Search:
     def _fastest_stages(
         self,
         nano_batches: Sequence[NanoBatch],
-        counted: Sequence[Mapping[AttentionKind, CountedPlan]],
+        counts: Sequence[Mapping[AttentionKind, CountedPlan]],
         options: Iterable[int | None],
     ) -> tuple[Walked, int | None]:
         """Return the fastest of some numbers of stages, with its predicted step.
@@ -470,31 +464,35 @@ class _Search:
         steps: dict[tuple[int, ...], tuple[Walked, int | None]] = {}
         for option in options:
             staged = []
-            for counts in counted:
-                in_option = {
+            for counts_of_kinds in counts:
+                staged_of_kinds = {
                     kind: in_stages(
-                        plan,
+                        plan_counts,
                         self._settings.buffer_rows(kind),
                         stages=option or usual_stages(len(nano_batches)),
                         together=option is not None,
                     )
-                    for kind, plan in counts.items()
+                    for kind, plan_counts in counts_of_kinds.items()
                 }
-                staged.append(in_option)
+                staged.append(staged_of_kinds)
             # Small exchanges take fewer stages than asked for: equal steps are predicted once.
-            stages = tuple(plan.stages for plans in staged for plan in plans.values())
+            stages = tuple(
+                plan_counts.stages
+                for counts_of_kinds in staged
+                for plan_counts in counts_of_kinds.values()
+            )
             if stages not in steps:
                 step = predict_step(staged, layouts, self._costs, self._settings.node_of_ranks)
                 steps[stages] = step, option
-        return min(steps.values(), key=lambda found: found[0].seconds)
+        return min(steps.values(), key=lambda step_and_stages: step_and_stages[0].seconds)
 
     # 4. The plan that is taken.
 
     def finished(self, fastest: PlannedCandidate) -> MicroBatchPlan:
         """Return the plan of a candidate in the number of stages that is fastest."""
-        nano_batches, counted = fastest.nano_batches, fastest.counted
+        nano_batches = fastest.nano_batches
         options = (fastest.stages, *OTHER_STAGES[len(nano_batches)])
-        step, stages = self._fastest_stages(nano_batches, counted, options)
+        step, stages = self._fastest_stages(nano_batches, fastest.counts, options)
         choice = PlanChoice(
             group=max(fastest.candidate.placing.sizes),
             nano_batches=len(nano_batches),
@@ -509,6 +507,6 @@ class _Search:
             self._settings,
             stages,
             choice,
-            counted,
+            fastest.counts,
             self._forest,
         )

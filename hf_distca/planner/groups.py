@@ -77,7 +77,7 @@ class Placing:
 
     sizes: tuple[int, ...]  # [groups] ranks of each group
     documents: tuple[IntArray, ...]
-    left: tuple[int, ...]  # documents that fit in no group; they are cut over any ranks with room
+    unplaced: tuple[int, ...]  # documents that fit in no group; cut over any ranks with room
     # [groups] seconds that a rank of each group computes if its documents divide evenly.
     seconds: FloatArray
 
@@ -135,9 +135,9 @@ def place_in_groups(
         if size * tokens_per_rank - room < size:
             return None
     # Sort the documents by group; those that no group has room for come first.
-    by_group = np.argsort(group_of_document, kind="stable")
-    group_starts = np.searchsorted(group_of_document[by_group], np.arange(len(sizes)))
-    unplaced, *documents = np.split(by_group, group_starts)
+    sorted_documents = np.argsort(group_of_document, kind="stable")
+    group_starts = np.searchsorted(group_of_document[sorted_documents], np.arange(len(sizes)))
+    unplaced, *documents = np.split(sorted_documents, group_starts)
     return Placing(sizes, tuple(documents), tuple(unplaced.tolist()), np.array(bins.work))
 
 
@@ -274,21 +274,27 @@ def nano_batches_in_groups(
         nano_batches = [group.documents]
         if count == 2:
             nano_batches = _two_nano_batches(lengths, group)
-        if evenly and group.ranks > 1:
-            room = np.full(group.ranks, settings.tokens_per_rank)
-            segments = _divided_in_group(lengths, seconds, group, nano_batches, room)
-        else:
-            segments = _joint_in_group(lengths, group, nano_batches, settings, forest)
-        if len(segments) < count:
+        if len(nano_batches) < count:
             return None
-        segments_of_groups.append(segments)
+        if group.ranks == 1:
+            placed = [_on_one_rank(lengths[documents]) for documents in nano_batches]
+        elif evenly:
+            divided = _divided_in_group(lengths, seconds, group, nano_batches, settings)
+            if divided is None:
+                return None
+            placed = divided
+        else:
+            placed = _joint_in_group(lengths, group, nano_batches, settings, forest)
+        for documents, segments in zip(nano_batches, placed, strict=True):
+            segments["document"] = documents[segments["document"]]
+            segments["rank"] += group.first_rank
+        segments_of_groups.append(placed)
     tables = [joined(*segments) for segments in zip(*segments_of_groups, strict=True)]
     # 2. Cut documents that fit into no group; they belong to the first nano-batch.
-    if placing.left:
-        placed = joined(*tables)
-        used = np.bincount(placed["rank"], row_counts(placed), settings.ranks)
-        room_left = (settings.tokens_per_rank - used.astype(np.int64)).tolist()
-        tables[0] = joined(tables[0], _cut_where_room(placing.left, lengths, room_left))
+    if placing.unplaced:
+        room = np.full(settings.ranks, settings.tokens_per_rank)
+        room_left = _room_left(room, joined(*tables)).tolist()
+        tables[0] = joined(tables[0], _cut_where_room(placing.unplaced, lengths, room_left))
     # 3. Make layouts, in which every rank needs a row.
     laid_out = []
     for table in tables:
@@ -333,11 +339,16 @@ def _groups_of(
 
 def _two_nano_batches(lengths: IntArray, group: _Group) -> list[IntArray]:
     """Return the documents of two nano-batches of a group; none if it cannot form two."""
-    of_group = lengths[group.documents]
-    halves = split_documents(of_group, group.ranks)
+    group_lengths = lengths[group.documents]
+    halves = split_documents(group_lengths, group.ranks)
     if halves is None:
-        halves = _longest_apart(of_group, group.ranks) or []
+        halves = _longest_apart(group_lengths, group.ranks) or []
     return [group.documents[half] for half in halves]
+
+
+def _on_one_rank(lengths: IntArray) -> Table:
+    """Return [segments] of dtype SEGMENT of whole documents on rank 0."""
+    return table_of(SEGMENT, document=np.arange(len(lengths)), stop=lengths)
 
 
 def _divided_in_group(
@@ -345,20 +356,20 @@ def _divided_in_group(
     seconds: FloatArray,
     group: _Group,
     nano_batches: Sequence[IntArray],
-    room: IntArray,
-) -> list[Table]:
+    settings: PlanSettings,
+) -> list[Table] | None:
     """Divide a group's long documents evenly over its ranks.
 
     Args:
         nano_batches: documents of each nano-batch.
-        room: [ranks of the group] rows that each rank takes.
 
     Returns:
-        [segments] of dtype SEGMENT of each nano-batch; fewer than there are nano-batches if the
-        ranks have too little room.
+        [segments] of dtype SEGMENT of each nano-batch, with documents and ranks counted from 0;
+        None if the ranks have too little room.
     """
+    room: IntArray = np.full(group.ranks, settings.tokens_per_rank)
     group_tokens = int(lengths[group.documents].sum())
-    tables: list[Table] = []
+    tables = []
     for number, documents in enumerate(nano_batches):
         # A rank that the first nano-batch filled could not share long documents of the second. So
         # the first gets a share of every rank's room.
@@ -371,10 +382,8 @@ def _divided_in_group(
             group.node_sizes,
         )
         if segments is None:
-            return tables
+            return None
         room = _room_left(room, segments)
-        segments["document"] = documents[segments["document"]]
-        segments["rank"] += group.first_rank
         tables.append(segments)
     return tables
 
@@ -389,50 +398,25 @@ def _joint_in_group(
     """Place a group's documents with few cuts.
 
     Returns:
-        [segments] of dtype SEGMENT of each nano-batch.
-    """
-    tables = []
-    for number, documents in enumerate(nano_batches):
-        if group.ranks == 1:
-            segments = table_of(
-                SEGMENT, document=np.arange(len(documents)), stop=lengths[documents]
-            )
-        else:
-            # The first ranks get one row more, in the second nano-batch the last ranks: so no rank
-            # holds too many rows.
-            segments = _joint_on_ranks(
-                lengths[documents], group, settings, forest, backwards=number == 1
-            )
-        segments["document"] = documents[segments["document"]]
-        segments["rank"] += group.first_rank
-        tables.append(segments)
-    return tables
-
-
-def _joint_on_ranks(
-    lengths: IntArray,
-    group: _Group,
-    settings: PlanSettings,
-    forest: Forest | None,
-    *,
-    backwards: bool,
-) -> Table:
-    """Return [segments] of dtype SEGMENT of the joint layout; a group's ranks count from 0.
-
-    Args:
-        backwards: place documents from the last rank on.
+        [segments] of dtype SEGMENT of each nano-batch, with documents and ranks counted from 0.
     """
     node_sizes = group.node_sizes if len(group.node_sizes) > 1 else (1,) * group.ranks
-    segments = joint_segments(
-        lengths,
-        node_sizes[::-1] if backwards else node_sizes,
-        reach(settings.dominant_kind, forest),
-        group.slack,
-        settings.balance_block_size,
-    )
-    if backwards:
-        segments["rank"] = group.ranks - 1 - segments["rank"]
-    return segments
+    tables = []
+    for number, documents in enumerate(nano_batches):
+        # The joint layout gives its first ranks one row more. The second nano-batch is mirrored, so
+        # that its last ranks have one row more: no rank holds too many rows.
+        is_mirrored = number == 1
+        segments = joint_segments(
+            lengths[documents],
+            node_sizes[::-1] if is_mirrored else node_sizes,
+            reach(settings.dominant_kind, forest),
+            group.slack,
+            settings.balance_block_size,
+        )
+        if is_mirrored:
+            segments["rank"] = group.ranks - 1 - segments["rank"]
+        tables.append(segments)
+    return tables
 
 
 def _longest_apart(lengths: IntArray, ranks: int) -> list[IntArray] | None:
@@ -466,12 +450,12 @@ def _balanced_in_groups(
         plan = local_plan(layout, kind)
     else:
         # Inside a node all links are alike.
-        in_groups = replace(settings, ranks_per_node=1) if inside_nodes else settings
+        group_settings = replace(settings, ranks_per_node=1) if inside_nodes else settings
         group_of_rank = np.repeat(np.arange(len(placing.sizes)), placing.sizes)
         plan = balance(
-            layout, kind, in_groups, groups=group_of_rank.tolist(), tolerance=slack_of_ranks
+            layout, kind, group_settings, groups=group_of_rank.tolist(), tolerance=slack_of_ranks
         )
-    crosses_nodes = bool(placing.left) or not inside_nodes
+    crosses_nodes = bool(placing.unplaced) or not inside_nodes
     return replace(plan, nodes=settings.nodes if crosses_nodes else None)
 
 
@@ -511,23 +495,23 @@ def divide_evenly(
     # 2. Place the other documents inside nodes, or on single ranks.
     short = np.flatnonzero(~is_long)
     if len(node_sizes) > 1:
-        placed = _divided_inside_nodes(lengths, seconds, short, room, node_sizes)
-        if placed is None:
+        short_segments = _divided_inside_nodes(lengths, seconds, short, room, node_sizes)
+        if short_segments is None:
             return None
     else:
         bins = Bins(room.tolist())
         order = largest_first(seconds[short])
         rank_of_short = bins.pack(lengths[short], seconds[short], order, bins.least_work)
         has_rank = rank_of_short != NOWHERE
-        whole = short[has_rank]
-        placed = table_of(
-            SEGMENT, document=whole, stop=lengths[whole], rank=rank_of_short[has_rank]
+        uncut = short[has_rank]
+        short_segments = table_of(
+            SEGMENT, document=uncut, stop=lengths[uncut], rank=rank_of_short[has_rank]
         )
     # 3. Cut documents that fit nowhere.
-    room_left = _room_left(room, placed).tolist()
-    unplaced = short[~np.isin(short, placed["document"])]
+    room_left = _room_left(room, short_segments).tolist()
+    unplaced = short[~np.isin(short, short_segments["document"])]
     cut = _cut_where_room(unplaced.tolist(), lengths, room_left)
-    return None if min(room_left) < 0 else joined(divided, placed, cut)
+    return None if min(room_left) < 0 else joined(divided, short_segments, cut)
 
 
 def _even_parts(lengths: IntArray, documents: IntArray, room: IntArray) -> Table:
@@ -583,20 +567,22 @@ def _divided_inside_nodes(
     )
     order = largest_first(seconds[documents])
     node_of_document = bins.pack(lengths[documents], seconds[documents], order, bins.least_work)
-    placed = [table_of(SEGMENT, document=np.zeros(0, np.int64))]
+    tables = [table_of(SEGMENT, document=np.zeros(0, np.int64))]
     for node, (first_rank, ranks) in enumerate(zip(first_ranks.tolist(), node_sizes, strict=True)):
-        on_node = documents[node_of_document == node]
-        if not len(on_node):
+        node_documents = documents[node_of_document == node]
+        if not len(node_documents):
             continue
         segments = divide_evenly(
-            lengths[on_node], seconds[on_node], room[first_rank : first_rank + ranks]
+            lengths[node_documents],
+            seconds[node_documents],
+            room[first_rank : first_rank + ranks],
         )
         if segments is None:
             return None
-        segments["document"] = on_node[segments["document"]]
+        segments["document"] = node_documents[segments["document"]]
         segments["rank"] += first_rank
-        placed.append(segments)
-    return joined(*placed)
+        tables.append(segments)
+    return joined(*tables)
 
 
 def _room_left(room: IntArray, segments: Table) -> IntArray:

@@ -253,7 +253,12 @@ class _Placement:
         return self._bins.work[rank] / (self._bins.room[rank] or 1)
 
     def even_out(self, fits_nowhere: list[int]) -> None:
-        """Place what fits nowhere, then move rows from overfull ranks to ranks with room."""
+        """Move rows from overfull ranks to ranks with room.
+
+        Args:
+            fits_nowhere: pieces that no rank has room for. They are placed first, and fill ranks
+                beyond their room.
+        """
         room, rows = self._bins.room, self._pieces.rows()
         for piece in fits_nowhere:
             rank = room.index(max(room))

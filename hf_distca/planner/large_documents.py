@@ -37,9 +37,9 @@ class Segment(NamedTuple):
 
 @dataclass(frozen=True)
 class Targets:
-    """What every rank should get, and how exactly.
+    """Pairs that every rank should get, and how closely.
 
-    When nodes are given rows, a node stands for a rank.
+    A node stands for a rank while documents are given to nodes.
     """
 
     mean: float  # pairs of a rank
@@ -129,7 +129,7 @@ class _UncutRows:
 
 @dataclass(frozen=True)
 class _NextRank:
-    """Rank that gets the next segment, and what it could have beside it."""
+    """Rank that gets the next segment, with the rows that it could take beside the segment."""
 
     room: int
     aim: float  # pairs that it should get
@@ -257,7 +257,7 @@ class _Cutter:
         return max(start, stop - rank.room, head)
 
     def _give(self, piece: int, rank: _NextRank, start: int) -> None:
-        """Give the uncut rows from `start` on to the rank, with what it has beside them."""
+        """Give the rank the uncut rows from `start` on, and the rows that it takes beside them."""
         uncut = rank.uncut
         tail = uncut.stop - start
         head_rows, filler_rows = rank.beside(tail)
@@ -373,7 +373,7 @@ def _head_rows(pieces: Pieces, segments: list[Segment], ranks: int, block: int) 
 
 
 def _filled_level(amounts: Iterable[float], more: float) -> float:
-    """Return the level that the lowest amounts reach when `more` is poured onto them."""
+    """Return the level up to which `more` raises the lowest amounts, all to the same level."""
     sums = accumulate(sorted(amounts))
     return min((below + more) / count for count, below in enumerate(sums, start=1))
 

@@ -67,12 +67,12 @@ def plan_with_servers(
             balanced = balance(nano_batch.layout, kind, settings, computing, nodes)
             if not ranks_serve:
                 balanced = without_ranks(balanced, workers.speed)
-            counted = count_plan(balanced, kind, settings.bytes_per_value, link_nodes)
+            counts = count_plan(balanced, kind, settings.bytes_per_value, link_nodes)
             plans[kind] = with_stages(
-                balanced, settings.buffer_rows(kind), stages=stages, most=counted.most_rows
+                balanced, settings.buffer_rows(kind), stages=stages, most=counts.most_rows
             )
             if kind == dominant:
-                forward_bytes += counted.forward_bytes
+                forward_bytes += counts.forward_bytes
                 finishing += workers.finishing(loads_of(balanced, settings.row_overhead))
         nano_batches.append(replace(nano_batch, plans=plans))
 
@@ -152,8 +152,8 @@ def plan_lost(
     rank_nodes = settings.node_of_ranks
     counts = [count_plan(repair, kind, settings.bytes_per_value, rank_nodes) for repair in repairs]
     seconds = [
-        seconds_of(repair, counted, settings, pairs_per_second)
-        for repair, counted in zip(repairs, counts, strict=True)
+        seconds_of(repair, plan_counts, settings, pairs_per_second)
+        for repair, plan_counts in zip(repairs, counts, strict=True)
     ]
     soonest = int(np.argmin(seconds))
     return with_stages(
@@ -192,7 +192,7 @@ def local_tasks(plan: Plan, workers: Collection[int]) -> Plan:
 
 
 def seconds_of(
-    plan: Plan, counted: CountedPlan, settings: PlanSettings, pairs_per_second: float
+    plan: Plan, counts: CountedPlan, settings: PlanSettings, pairs_per_second: float
 ) -> float:
     """Return the seconds of the busiest rank's pairs and of the busiest link's bytes.
 
@@ -200,5 +200,5 @@ def seconds_of(
     """
     loads = loads_of(plan, settings.row_overhead)
     computing_s = float(loads.max()) / pairs_per_second
-    backward_bytes = counted.among_ranks.backward_bytes(counted.row_bytes)
-    return computing_s + (link_seconds(counted.forward_bytes) + link_seconds(backward_bytes))
+    backward_bytes = counts.among_ranks.backward_bytes(counts.row_bytes)
+    return computing_s + (link_seconds(counts.forward_bytes) + link_seconds(backward_bytes))

@@ -77,7 +77,7 @@ class Directory:
             channel.shut_down()
 
     def end(self) -> None:
-        """Send all servers, and those that still come, that training is over."""
+        """Report the end of training to all servers, and to servers that join later."""
         with self._lock:
             self._ended = True
             for hello, channel in self._members.values():
@@ -94,7 +94,7 @@ class Directory:
         self._listener.close()
 
     def _serve(self, channel: Channel, hello: Message) -> None:
-        """Keep one member until it leaves."""
+        """Welcome a server, and list it as a member until its connection ends."""
         hello = reachable(hello, channel.peer_host)
         member = next(self._ids)
         with self._lock:

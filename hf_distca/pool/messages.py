@@ -190,8 +190,8 @@ def plan_tables(
         task_tables = [nano_batch.plans[kind].tasks for kind in kinds]
         layout = nano_batch.layout
         branches = layout.branches or NO_BRANCHES
-        of_documents = [layout.lengths, branches.parents, branches.starts]
-        tables = [*of_documents, layout.segments, *task_tables]
+        document_tables = [layout.lengths, branches.parents, branches.starts]
+        tables = [*document_tables, layout.segments, *task_tables]
         counts.append(tuple(len(table) for table in tables))
         payload += [np.ascontiguousarray(table).view(np.uint8) for table in tables]
     message = PlanTables(plan_id, plan.layout.ranks, plan.workers, worker, kinds, tuple(counts))

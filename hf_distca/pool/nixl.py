@@ -123,13 +123,16 @@ class NixlAgent:
         return base64.b64encode(self._agent.get_agent_metadata()).decode()
 
     def meet(self, peer: str, metadata: str) -> None:
-        """Get to know a peer until it is forgotten as often as it was met."""
+        """Add a peer's memory, or count one more use of the peer.
+
+        The peer stays known until `forget` has been called once for each call of `meet`.
+        """
         with self._lock:
             self.learn(peer, metadata)
             self._ends[peer] += 1
 
     def learn(self, peer: str, metadata: str) -> None:
-        """Get to know memory that a peer has registered since it was met."""
+        """Add memory that a peer has registered since `meet`."""
         with self._failures("could not use the peer's metadata"):
             name = self._agent.add_remote_agent(base64.b64decode(metadata, validate=True))
         if isinstance(name, bytes):
@@ -138,9 +141,9 @@ class NixlAgent:
             raise LinkLost("the metadata and the peer have different names")
 
     def forget(self, peer: str) -> None:
-        """Make no more transfers with a peer that was met.
+        """End one use of a peer; the last one removes the peer's memory.
 
-        Without this a lost peer cannot be met again.
+        A lost peer that is not forgotten cannot be met again.
         """
         with self._lock:
             self._ends[peer] -= 1
@@ -157,12 +160,18 @@ class NixlAgent:
         remote: Sequence[Piece],
         peer: NixlPeer,
         timeout_s: float,
-        gone: Callable[[], bool],
+        peer_is_gone: Callable[[], bool],
     ) -> None:
         """Read from a peer's memory into pieces of this process, or write there.
 
-        NIXL refuses unregistered memory. LinkLost: the peer is `gone`, or a chunk took `timeout_s`.
-        Nobody may use the memory at both ends again: rows may still arrive.
+        NIXL refuses unregistered memory.
+
+        Args:
+            peer_is_gone: says whether the peer has left.
+
+        Raises:
+            LinkLost: the peer has left, or a chunk took `timeout_s`. Nobody may use the memory at
+                both ends again: rows may still arrive.
         """
         for local_chunk, remote_chunk in zip(_chunks(local), _chunks(remote), strict=True):
             handle: Any = None
@@ -177,14 +186,14 @@ class NixlAgent:
                     handle = self._agent.initialize_xfer(
                         operation, local_memory, remote_memory, peer.name
                     )
-                    self._run(handle, timeout_s, gone)
+                    self._run(handle, timeout_s, peer_is_gone)
             finally:
                 if handle is not None:
                     # NIXL refuses to release a transfer that is still under way.
                     with contextlib.suppress(*self._errors):
                         self._agent.release_xfer_handle(handle)
 
-    def _run(self, handle: Any, timeout_s: float, gone: Callable[[], bool]) -> None:
+    def _run(self, handle: Any, timeout_s: float, peer_is_gone: Callable[[], bool]) -> None:
         """Start a transfer and wait for its end."""
         state = self._agent.transfer(handle)
         begin = time.monotonic()
@@ -192,7 +201,7 @@ class NixlAgent:
         while state == "PROC":  # in progress
             if time.monotonic() - begin > timeout_s:
                 raise LinkLost(f"no rows moved for {timeout_s:g} s")
-            if gone():
+            if peer_is_gone():
                 raise LinkLost("the peer left")
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, _LAST_POLL_S)
@@ -201,12 +210,12 @@ class NixlAgent:
             raise LinkLost(f"NIXL: a transfer ended as {state}")
 
     @contextlib.contextmanager
-    def _failures(self, what: str) -> Iterator[None]:
+    def _failures(self, action: str) -> Iterator[None]:
         """Turn NIXL's errors into LinkLost."""
         try:
             yield
         except self._errors as error:
-            raise LinkLost(f"NIXL {what}: {error}") from error
+            raise LinkLost(f"NIXL {action}: {error}") from error
 
 
 def _interface_with(address: str) -> str:

@@ -1,6 +1,6 @@
 """Counts of a plan that its prediction needs: tasks of each group, and rows that travel."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import ceil
@@ -8,7 +8,7 @@ from math import ceil
 import numpy as np
 from numpy.typing import NDArray
 
-from hf_distca.plan import AttentionKind, Plan
+from hf_distca.plan import AttentionKind, NanoBatch, Plan
 from hf_distca.plan.cost import RowBytes, pairs
 from hf_distca.plan.intervals import IntArray, Table, row_counts
 from hf_distca.plan.metrics import RowsMoved, rows_between, rows_by_link
@@ -74,17 +74,19 @@ def count_plan(
     queries = rows_between(plan.workers, tasks)
     keys = rows_between(plan.workers, first_hop, second_hop)
     is_server = np.arange(plan.workers) >= ranks
-    to_ranks = [queries * ~is_server, keys * ~is_server]
-    to_servers = [queries * is_server, keys * is_server]
-    moved = rows_by_link([*to_ranks, *to_servers], nodes)
-    among_ranks, with_servers = RowsMoved(*moved[:2]), RowsMoved(*moved[2:])
+    rank_queries, rank_keys, server_queries, server_keys = rows_by_link(
+        [queries * ~is_server, keys * ~is_server, queries * is_server, keys * is_server], nodes
+    )
+    among_ranks = RowsMoved(rank_queries, rank_keys)
+    with_servers = RowsMoved(server_queries, server_keys)
     stages = 1
     if plan.stage_rows is not None:
         stages = max(ceil(among_ranks.most_keys / plan.stage_rows), 1)
 
     local, remote_kv, remote_query = _groups_of_tasks(tasks, plan)
     keys_of_ranks = keys[:, :ranks]
-    sent_keys, received_keys = keys_of_ranks.sum(axis=1), keys_of_ranks.sum(axis=0)
+    sent_keys = keys_of_ranks.sum(axis=1)
+    received_keys = keys_of_ranks.sum(axis=0)
     return CountedPlan(
         local=local,
         remote_kv=remote_kv,
@@ -101,11 +103,22 @@ def count_plan(
     )
 
 
-def count_plans(
-    plans: Mapping[AttentionKind, Plan], bytes_per_value: int, nodes: Sequence[int]
-) -> dict[AttentionKind, CountedPlan]:
-    """Count the plans of a nano-batch, one for each kind of attention."""
-    return {kind: count_plan(plan, kind, bytes_per_value, nodes) for kind, plan in plans.items()}
+def count_nano_batches(
+    nano_batches: Sequence[NanoBatch], bytes_per_value: int, nodes: Sequence[int]
+) -> list[dict[AttentionKind, CountedPlan]]:
+    """Count the plans of a micro-batch: of each nano-batch, one for each kind of attention.
+
+    Args:
+        nodes: [workers] node of each worker.
+    """
+    counts = []
+    for nano_batch in nano_batches:
+        counts_of_kinds = {
+            kind: count_plan(plan, kind, bytes_per_value, nodes)
+            for kind, plan in nano_batch.plans.items()
+        }
+        counts.append(counts_of_kinds)
+    return counts
 
 
 def _groups_of_tasks(tasks: Table, plan: Plan) -> tuple[Tasks, Tasks, Tasks]:
@@ -124,7 +137,7 @@ def _groups_of_tasks(tasks: Table, plan: Plan) -> tuple[Tasks, Tasks, Tasks]:
     held_pairs = np.where(held_keys > 0, pairs(held_keys - rows, held_keys, plan.window), 0)
     diagonal = rows * np.minimum(rows, DIAGONAL_ROWS)
 
-    def counted(
+    def sums_over(
         chosen: NDArray[np.bool_], keys: IntArray, pair_count: IntArray, diagonal_rows: IntArray
     ) -> Tasks:
         """Return [workers] sums over the chosen tasks."""
@@ -143,17 +156,16 @@ def _groups_of_tasks(tasks: Table, plan: Plan) -> tuple[Tasks, Tasks, Tasks]:
             tasks=count,
         )
 
-    return (
-        counted(held_keys > 0, held_keys, held_pairs, diagonal),
-        # The diagonal of these tasks is computed with their held keys.
-        counted(
-            has_own_queries & (received_keys > 0),
-            received_keys,
-            all_pairs - held_pairs,
-            np.zeros_like(rows),
-        ),
-        counted(~has_own_queries, received_keys, all_pairs, diagonal),
+    local = sums_over(held_keys > 0, held_keys, held_pairs, diagonal)
+    # The diagonal of remote-KV tasks is computed with their held keys.
+    remote_kv = sums_over(
+        has_own_queries & (received_keys > 0),
+        received_keys,
+        all_pairs - held_pairs,
+        np.zeros_like(rows),
     )
+    remote_query = sums_over(~has_own_queries, received_keys, all_pairs, diagonal)
+    return local, remote_kv, remote_query
 
 
 def _connected(rows: IntArray) -> IntArray:

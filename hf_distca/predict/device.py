@@ -83,9 +83,13 @@ def measured_profile(
     )
     launches = 0.0  # the host of a GPU runs ahead
     if device.type == "cpu":
-        few, small = torch.randn(1, 8, dtype=dtype), torch.randn(8, 8, dtype=dtype)
-        launches = seconds_of(lambda: [linear(few, small) for _ in range(LAYER_OPERATORS)], device)
-    dtype_name, device_name = str(dtype).removeprefix("torch."), name_of(device)
+        row = torch.randn(1, 8, dtype=dtype)
+        small_weight = torch.randn(8, 8, dtype=dtype)
+        launches = seconds_of(
+            lambda: [linear(row, small_weight) for _ in range(LAYER_OPERATORS)], device
+        )
+    dtype_name = str(dtype).removeprefix("torch.")
+    device_name = name_of(device)
     network = LinkCost(3e-5, NETWORK_BANDWIDTH * 1e9)
     return DeviceProfile(
         name=f"{device_name}, {dtype_name}",
@@ -126,17 +130,19 @@ def measured_kernel(
     queries = [rows for rows in QUERIES[device.type] if rows <= most_rows]
     if len(queries) < FEWEST:
         queries = [max(int(most_rows) >> halved, 1) for halved in reversed(range(FEWEST))]
-    counts, times = [], []
-    params, widths = AttentionParams(scale=kind.dim_qk**-0.5), (kind.dim_qk, kind.dim_v)
+    counts = []
+    times = []
+    params = AttentionParams(scale=kind.dim_qk**-0.5)
+
+    def random(rows: int, heads: int, head_dim: int) -> torch.Tensor:
+        return torch.randn(rows, heads, head_dim, dtype=dtype, device=device)
 
     def measure(q_lens: list[int], k_lens: list[int]) -> None:
-        shapes, rows, keys = TaskShapes.build(q_lens, k_lens, device), sum(q_lens), sum(k_lens)
-        q_QHD, do_QHE = (
-            torch.randn(rows, kind.q_heads, each, dtype=dtype, device=device) for each in widths
-        )
-        k_KGD, v_KGE = (
-            torch.randn(keys, kind.kv_heads, each, dtype=dtype, device=device) for each in widths
-        )
+        shapes = TaskShapes.build(q_lens, k_lens, device)
+        q_QHD = random(sum(q_lens), kind.q_heads, kind.dim_qk)
+        do_QHE = random(sum(q_lens), kind.q_heads, kind.dim_v)
+        k_KGD = random(sum(k_lens), kind.kv_heads, kind.dim_qk)
+        v_KGE = random(sum(k_lens), kind.kv_heads, kind.dim_v)
         forward = partial(kernel.forward, q_QHD, k_KGD, v_KGE, shapes, params)
         o_QHE, lse_QH = forward()
         backward = partial(
@@ -164,13 +170,14 @@ def measured_kernel(
                 measure([rows], [rows * factor])
                 bar.update()
     forward_s, backward_s = np.array(times).T
-    fitted, others = map(list, held_out(len(counts)))
-    every = Tasks(*np.array(counts).T)
-    first, unseen = (
-        Tasks(*(each[part] for each in vars(every).values())) for part in (fitted, others)
-    )
-    accuracy = Accuracy.of(fitted_cost(first, forward_s[fitted]).seconds(unseen), forward_s[others])
-    return fitted_cost(every, forward_s), fitted_cost(every, backward_s), accuracy
+    count_table = np.array(counts)  # [calls, counts of a call]
+    tasks = Tasks(*count_table.T)
+    # How well costs that are fitted to some calls predict the others.
+    fitted, unseen = map(list, held_out(len(counts)))
+    partial_cost = fitted_cost(Tasks(*count_table[fitted].T), forward_s[fitted])
+    predicted_s = partial_cost.seconds(Tasks(*count_table[unseen].T))
+    accuracy = Accuracy.of(predicted_s, forward_s[unseen])
+    return fitted_cost(tasks, forward_s), fitted_cost(tasks, backward_s), accuracy
 
 
 def short_calls(device_type: str, most_rows: float) -> list[tuple[list[int], list[int]]]:

@@ -86,10 +86,11 @@ def measured_link(
         alone: use the collective, which may use all of a link and leaves no room for attention.
         limit_s: seconds after which no larger size is begun.
     """
-    sizes, by_rank = _timed(exchanges, peers, alone=alone, limit_s=limit_s)
+    sizes, rank_seconds = _timed(exchanges, peers, alone=alone, limit_s=limit_s)
     # With equal weights, small exchanges would set the bandwidth: networks buffer them, so they
     # return early.
-    return LinkCost.fitted(sizes, seconds := by_rank.max(1), weights=seconds)
+    slowest = rank_seconds.max(axis=1)
+    return LinkCost.fitted(sizes, slowest, weights=slowest)
 
 
 def link_rates(exchanges: Exchanges) -> dict[tuple[int, int], float]:
@@ -100,13 +101,13 @@ def link_rates(exchanges: Exchanges) -> dict[tuple[int, int], float]:
     ranks = exchanges.groups.ranks
     rates: dict[tuple[int, int], float] = {}
     for shift in range(1, ranks):
-        sizes, by_rank = _timed(
+        sizes, rank_seconds = _timed(
             exchanges, [(rank + shift) % ranks for rank in range(ranks)], limit_s=RATE_S
         )
         # A rank's time covers its sending and receiving; it counts for the link over which the rank
         # receives.
         rates |= {
-            ((rank - shift) % ranks, rank): float(sizes[-1] / by_rank[-1, rank] / 1e9)
+            ((rank - shift) % ranks, rank): float(sizes[-1] / rank_seconds[-1, rank] / 1e9)
             for rank in range(ranks)
         }
     return rates
@@ -142,24 +143,25 @@ def _timed(
 
 
 def peers_of(ranks: int, ranks_per_node: int | tuple[int, ...]) -> tuple[list[int], list[int]]:
-    """Return for each rank the next rank of its node, and the same rank of the next node.
+    """Return the next rank of each rank's node, and the same rank of the next node.
 
-    Both are [ranks].
-
-    Both lists are the same if all links are alike, or if nodes of different sizes have no such
-    pairs.
+    Returns:
+        Two lists [ranks]. They are the same if all links are alike, or if nodes of different sizes
+        have no such pairs.
     """
     sizes = node_sizes(ranks, ranks_per_node)
-    inside, across, first = [], [], 0
+    next_in_node = []
+    next_node = []
+    first_rank = 0
     for size in sizes:
-        inside += [first + (rank + 1) % size for rank in range(size)]
-        across += [(first + size + rank) % ranks for rank in range(size)]
-        first += size
+        next_in_node += [first_rank + (rank + 1) % size for rank in range(size)]
+        next_node += [(first_rank + size + rank) % ranks for rank in range(size)]
+        first_rank += size
     if len(sizes) in (1, ranks):
-        inside = across = [(rank + 1) % ranks for rank in range(ranks)]
-    elif sorted(across) != list(range(ranks)):
-        across = inside
-    return inside, across
+        next_in_node = next_node = [(rank + 1) % ranks for rank in range(ranks)]
+    elif sorted(next_node) != list(range(ranks)):
+        next_node = next_in_node
+    return next_in_node, next_node
 
 
 def _beside_computation(exchanges: Exchanges, peers: Sequence[int]) -> tuple[float, float]:
@@ -171,7 +173,8 @@ def _beside_computation(exchanges: Exchanges, peers: Sequence[int]) -> tuple[flo
     buffer = exchanges.buffer(peers, OVERLAP_ROWS)
     smallest = exchanges.buffer(peers, EXCHANGED_ROWS[0])
     x = torch.randn(256, 256, device=device)
-    starts, alone = [], []
+    starts = []
+    exchange_times = []
     for _ in range(1 + REPEATS):
         began = time.perf_counter()
         smallest.send()
@@ -179,12 +182,14 @@ def _beside_computation(exchanges: Exchanges, peers: Sequence[int]) -> tuple[flo
         smallest.wait()
         began = time.perf_counter()
         buffer.send().wait()
-        alone.append(time.perf_counter() - began)
-    one = max(groups.all_gather(seconds_of(lambda: x @ x, device)))
-    count = min(max(int(2 * max(groups.all_gather(median(alone[1:]))) / one), 1), 10_000)
+        exchange_times.append(time.perf_counter() - began)
+    # Computation that takes twice as long as the exchange.
+    product_s = max(groups.all_gather(seconds_of(lambda: x @ x, device)))
+    exchange_s = max(groups.all_gather(median(exchange_times[1:])))
+    products = min(max(int(2 * exchange_s / product_s), 1), 10_000)
 
     def compute() -> None:
-        for _ in range(count):
+        for _ in range(products):
             x @ x
 
     def compute_beside() -> None:
@@ -192,11 +197,10 @@ def _beside_computation(exchanges: Exchanges, peers: Sequence[int]) -> tuple[flo
         compute()
         buffer.wait()
 
-    lost = seconds_of(compute_beside, device) - seconds_of(compute, device)
-    lost = max(0.0, float(np.mean(groups.all_gather(lost))))
-    return float(np.mean(groups.all_gather(median(starts[1:])))), lost / (
-        OVERLAP_ROWS * exchanges.row_bytes
-    )
+    lost_s = seconds_of(compute_beside, device) - seconds_of(compute, device)
+    mean_lost_s = max(0.0, float(np.mean(groups.all_gather(lost_s))))
+    start_s = float(np.mean(groups.all_gather(median(starts[1:]))))
+    return start_s, mean_lost_s / (OVERLAP_ROWS * exchanges.row_bytes)
 
 
 def with_links(
@@ -218,25 +222,26 @@ def with_links(
     """
     groups = exchanges.groups
     profiles: list[DeviceProfile] = groups.all_gather(profile)
-    inside, across = peers_of(groups.ranks, ranks_per_node)
+    next_in_node, next_node = peers_of(groups.ranks, ranks_per_node)
 
     def measured(*, alone: bool, limit_s: float) -> tuple[LinkCost, LinkCost]:
-        within = measured_link(exchanges, inside, alone=alone, limit_s=limit_s)
-        if across == inside:
+        within = measured_link(exchanges, next_in_node, alone=alone, limit_s=limit_s)
+        if next_node == next_in_node:
             return within, within
-        return within, measured_link(exchanges, across, alone=alone, limit_s=limit_s)
+        return within, measured_link(exchanges, next_node, alone=alone, limit_s=limit_s)
 
     within, between = measured(alone=False, limit_s=limit_s)
-    slower = inside if within.bandwidth < between.bandwidth else across
+    slower = next_in_node if within.bandwidth < between.bandwidth else next_node
     exchange = links = Links(within, between, *_beside_computation(exchanges, slower))
     if collectives and exchanges.device.type == "cuda":
         links = Links(*measured(alone=True, limit_s=inf))
     sharing = ranks_per_core(groups) if exchanges.device.type == "cpu" else 1.0
     changes: dict[str, Any] = {}
     for name in ("flops_per_second", "bytes_per_second", "launches"):
-        changes[name] = float(np.mean([getattr(each, name) for each in profiles]))
+        values = [getattr(rank_profile, name) for rank_profile in profiles]
+        changes[name] = float(np.mean(values))
     for name in ("forward", "backward"):
-        costs = [list(vars(getattr(each, name)).values()) for each in profiles]
+        costs = [list(vars(getattr(rank_profile, name)).values()) for rank_profile in profiles]
         changes[name] = KernelCost(*np.mean(costs, axis=0).tolist())
     return replace(profiles[0], **changes, links=links, exchange=exchange, ranks_per_core=sharing)
 
@@ -246,10 +251,10 @@ def ranks_per_core(groups: RankGroup) -> float:
 
     A collective.
     """
-    here = (socket.gethostname(), torch.get_num_threads(), os.sched_getaffinity(0))
+    this_process = (socket.gethostname(), torch.get_num_threads(), os.sched_getaffinity(0))
     threads: dict[str, int] = {}
     cores: dict[str, set[int]] = {}
-    for host, count, allowed in groups.all_gather(here, in_world=True):
+    for host, count, allowed in groups.all_gather(this_process, in_world=True):
         threads[host] = threads.get(host, 0) + count
         cores[host] = cores.get(host, set()) | allowed
     return max(min(threads[host] / len(cores[host]) for host in threads), 1.0)

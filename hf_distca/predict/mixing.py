@@ -89,9 +89,8 @@ def _messages(source: IntArray, target: IntArray, ranks: int, nodes: IntArray) -
     travels = source != target
     # Messages inside a node are counted at [0, ranks), those between nodes at [ranks, 2 · ranks).
     link = np.where(nodes[source] == nodes[target], 0, ranks)[travels]
-    sent, received = (
-        np.bincount(link + end[travels], minlength=2 * ranks) for end in (source, target)
-    )
+    sent = np.bincount(link + source[travels], minlength=2 * ranks)
+    received = np.bincount(link + target[travels], minlength=2 * ranks)
     return np.maximum(sent, received).reshape(2, ranks)
 
 
@@ -99,10 +98,10 @@ def _messages(source: IntArray, target: IntArray, ranks: int, nodes: IntArray) -
 class _Computation:
     """Seconds of the parts of a nano-batch's mixing layer, in the order of the forward."""
 
-    first: FloatArray  # all rows before the convolution
+    before_mixing: FloatArray  # all rows before the convolution
     cut: FloatArray  # convolution and recurrence of cut documents
     uncut: FloatArray  # convolution and recurrence of documents that are not cut
-    last: FloatArray  # all rows after the recurrence
+    after_mixing: FloatArray  # all rows after the recurrence
 
 
 @dataclass(frozen=True, eq=False)
@@ -147,19 +146,22 @@ class MixingLayers:
         factor: FloatArray,
     ) -> None:
         self._layers, self._links = layers, links
-        self._exchanges = any(counted.states.any() for counted in nano_batches)
+        self._exchanges = any(counts.states.any() for counts in nano_batches)
         self.computed: FloatArray = np.zeros_like(factor)
         self.waited: FloatArray = np.zeros_like(factor)
 
         # Without cuts one call has the rows of all nano-batches, and is launched once.
         launch = launches if self._exchanges else launches / len(nano_batches)
         acts: list[list[_Act]] = []
-        for index, counted in enumerate(nano_batches):
-            computation = _computation(counted, costs, launch, factor)
+        for index, counts in enumerate(nano_batches):
+            computation = _computation(counts, costs, launch, factor)
             self.computed += layers * (
-                computation.first + computation.cut + computation.uncut + computation.last
+                computation.before_mixing
+                + computation.cut
+                + computation.uncut
+                + computation.after_mixing
             )
-            acts.append(_acts(index, counted, costs, computation, direction))
+            acts.append(_acts(index, counts, costs, computation, direction))
         # Nano-batches take turns; the second one begins the backward.
         if direction == "backward":
             acts.reverse()
@@ -201,14 +203,14 @@ class MixingLayers:
         arrival = started
         for link, cost in enumerate((self._links.within, self._links.between)):
             uses_link = sent[link] > 0
-            done = np.maximum(links_free[link], all_started) + cost.seconds(sent[link])
-            np.copyto(links_free[link], done, where=uses_link)
-            arrival = np.where(uses_link, np.maximum(arrival, done), arrival)
+            link_free = np.maximum(links_free[link], all_started) + cost.seconds(sent[link])
+            np.copyto(links_free[link], link_free, where=uses_link)
+            arrival = np.where(uses_link, np.maximum(arrival, link_free), arrival)
         return arrival
 
 
 def _computation(
-    counted: CountedCuts, costs: MixingCosts, launch: float, factor: FloatArray
+    counts: CountedCuts, costs: MixingCosts, launch: float, factor: FloatArray
 ) -> _Computation:
     """Return the seconds of a nano-batch's computation in one layer.
 
@@ -216,22 +218,20 @@ def _computation(
         launch: seconds of the layer's forward for this nano-batch, whatever its size.
         factor: as in `MixingLayers`.
     """
-    cut = (
-        costs.mix * counted.cut + costs.continued * counted.continued + costs.run * counted.segments
-    )
+    cut = costs.mix * counts.cut + costs.continued * counts.continued + costs.run * counts.segments
     # The uncut documents of a rank share one run of the recurrence's kernel.
-    uncut = costs.mix * (counted.rows - counted.cut) + costs.run * (counted.uncut_documents > 0)
+    uncut = costs.mix * (counts.rows - counts.cut) + costs.run * (counts.uncut_documents > 0)
     return _Computation(
-        first=factor * (costs.before_mixing * counted.rows + launch),
+        before_mixing=factor * (costs.before_mixing * counts.rows + launch),
         cut=factor * cut,
         uncut=factor * uncut,
-        last=factor * (costs.after_mixing * counted.rows),
+        after_mixing=factor * (costs.after_mixing * counts.rows),
     )
 
 
 def _acts(
     index: int,
-    counted: CountedCuts,
+    counts: CountedCuts,
     costs: MixingCosts,
     computation: _Computation,
     direction: Direction,
@@ -241,19 +241,19 @@ def _acts(
     The uncut documents of both nano-batches are computed between the sending of the first states
     and the first wait for states.
     """
-    halos: FloatArray = np.multiply(costs.halo, counted.halos)
-    states: FloatArray = np.multiply(costs.state, counted.states)
-    first, cut, last = computation.first, computation.cut, computation.last
+    halos: FloatArray = np.multiply(costs.halo, counts.halos)
+    states: FloatArray = np.multiply(costs.state, counts.states)
     # Uncut documents of the first nano-batch and of the second; the other number is 0.
-    uncut = (computation.uncut, 0.0) if index == 0 else (0.0, computation.uncut)
+    uncut_first: FloatArray | float = computation.uncut if index == 0 else 0.0
+    uncut_second: FloatArray | float = 0.0 if index == 0 else computation.uncut
     if direction == "forward":
         return [
-            _Act(index, first, False, halos),
-            _Act(index, cut, True, states, uncut_after=uncut[1]),
-            _Act(index, last, True, None, uncut_before=uncut[0]),
+            _Act(index, computation.before_mixing, False, halos),
+            _Act(index, computation.cut, True, states, uncut_after=uncut_second),
+            _Act(index, computation.after_mixing, True, None, uncut_before=uncut_first),
         ]
     return [
-        _Act(index, last, False, states, uncut_after=uncut[0]),
-        _Act(index, cut, True, halos, uncut_before=uncut[1]),
-        _Act(index, first, True, None),
+        _Act(index, computation.after_mixing, False, states, uncut_after=uncut_first),
+        _Act(index, computation.cut, True, halos, uncut_before=uncut_second),
+        _Act(index, computation.before_mixing, True, None),
     ]

@@ -97,7 +97,7 @@ PARTS: dict[str, Callable[..., Any]] = {
 
 
 def _part(content: dict[str, Any]) -> Any:
-    """Return the part of a profile that a JSON object holds; the object itself if it is none."""
+    """Convert a JSON object of a profile to the part's class, if it has the key of such a part."""
     for key, make in PARTS.items():
         if key in content:
             return make(**content)

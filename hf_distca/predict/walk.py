@@ -18,7 +18,7 @@ from hf_distca.plan import AttentionKind, Direction, Layout, MicroBatchPlan
 from hf_distca.plan.cost import pairs
 from hf_distca.plan.schedule import CallKey, Schedule, Transfer, Turn, make_schedule
 from hf_distca.plan.stages import stage_rows
-from hf_distca.predict.counts import CountedPlan, count_plans
+from hf_distca.predict.counts import CountedPlan, count_nano_batches
 from hf_distca.predict.mixing import CountedCuts, MixingLayers, count_cuts
 from hf_distca.predict.seconds import DIAGONAL_ROWS, FloatArray, KernelCost, Links, StepCosts, Tasks
 
@@ -109,19 +109,23 @@ class LayerClocks:
 
     def _walk(self) -> Walked:
         """Walk the mixing layers, then let the nano-batches take turns, from pause to pause."""
-        start, mixing = float(self._clock.max()), self._mixing
-        if mixing is not None:
-            self._clock = mixing.walk(self._clock)
-        self._attention, self._other, self._waited = (np.zeros_like(self._clock) for _ in range(3))
+        start = float(self._clock.max())
+        if self._mixing is not None:
+            self._clock = self._mixing.walk(self._clock)
+        self._attention = np.zeros_like(self._clock)
+        self._other = np.zeros_like(self._clock)
+        self._waited = np.zeros_like(self._clock)
         order = list(range(len(self._nano_batches)))
         if self._direction == "backward":
             order.reverse()
         turns = [self._carry_out(index) for index in order]
         for _ in zip_longest(*turns):
             pass
-        seconds, mixed = float(self._clock.max()) - start, np.zeros_like(self._clock)
-        if mixing is not None:
-            mixed, self._waited = mixing.computed, self._waited + mixing.waited
+        seconds = float(self._clock.max()) - start
+        mixed = np.zeros_like(self._clock)
+        if self._mixing is not None:
+            mixed = self._mixing.computed
+            self._waited = self._waited + self._mixing.waited
         return Walked(seconds, self._attention, self._other + mixed, self._waited, mixed)
 
     def _carry_out(self, index: int) -> Iterator[None]:
@@ -147,22 +151,22 @@ class LayerClocks:
 
     def _schedule(self, index: int) -> Schedule:
         """Return the schedule of a nano-batch for a rank with tasks of every group."""
-        counted = self._nano_batches[index]
+        counts = self._nano_batches[index]
         turn: Turn = "alone" if len(self._nano_batches) == 1 else ("first", "second")[index]
         return make_schedule(
             self._direction,
             turn,
-            calls=_calls(counted.stages),
-            windowed=counted.windowed,
-            stages=counted.stages,
-            forwards=counted.forwards,
-            servers=counted.servers > 0,
+            calls=_calls(counts.stages),
+            windowed=counts.windowed,
+            stages=counts.stages,
+            forwards=counts.forwards,
+            servers=counts.servers > 0,
         )
 
     def _count_kernel_seconds(self, index: int, tasks: str) -> FloatArray:
         """Return the seconds of a nano-batch's kernel call."""
-        counted = self._nano_batches[index]
-        return self._kernel.seconds(_tasks(counted, tasks))[: counted.ranks] * self._slowness
+        counts = self._nano_batches[index]
+        return self._kernel.seconds(_tasks(counts, tasks))[: counts.ranks] * self._slowness
 
     def _count_transfer_size(
         self, index: int, rows: str, columns: tuple[str, ...]
@@ -188,9 +192,9 @@ class LayerClocks:
         all_started = self._when_all_start(index, size.largest > 0)
         arrival = self._clock
         for use in size.links:
-            done = np.maximum(self._links_free[use.link], all_started) + use.seconds
-            np.copyto(self._links_free[use.link], done, where=use.users)
-            arrival = np.where(use.users, np.maximum(arrival, done), arrival)
+            link_free = np.maximum(self._links_free[use.link], all_started) + use.seconds
+            np.copyto(self._links_free[use.link], link_free, where=use.users)
+            arrival = np.where(use.users, np.maximum(arrival, link_free), arrival)
         self._arrivals[index, transfer.name] = arrival
         if self._links.busy:
             busy = size.largest * self._links.busy
@@ -232,22 +236,22 @@ class LayerClocks:
             calls: transfer of rows to servers.
             results: transfer of what the servers return.
         """
-        counted, link = self._nano_batches[index], self._links.between
-        ranks = counted.ranks
-        called, returned = (
-            _bytes(counted, transfer.rows, transfer.columns).max(axis=0)
-            for transfer in (calls, results)
-        )
+        counts = self._nano_batches[index]
+        link = self._links.between
+        ranks = counts.ranks
+        call_bytes = _bytes(counts, calls.rows, calls.columns).max(axis=0)
+        result_bytes = _bytes(counts, results.rows, results.columns).max(axis=0)
         # 1. A server begins when every rank has sent its rows, and when its own link, which is busy
         #    from the first rank's call on, has brought all of them.
-        all_sent = (self._clock + link.seconds(called[:ranks])).max()
-        all_received = self._clock.min() + link.seconds(called[ranks:])
+        all_sent = (self._clock + link.seconds(call_bytes[:ranks])).max()
+        all_received = self._clock.min() + link.seconds(call_bytes[ranks:])
         start = np.maximum(np.maximum(self._servers_free, all_sent), all_received)
         # 2. It computes, and sends the results.
-        self._servers_free = start + self._kernel.seconds(counted.remote_query)[ranks:]
-        done = float((self._servers_free + link.seconds(returned[ranks:])).max(initial=0.0))
+        self._servers_free = start + self._kernel.seconds(counts.remote_query)[ranks:]
+        returned_at = self._servers_free + link.seconds(result_bytes[ranks:])
+        arrival = float(returned_at.max(initial=0.0))
         # 3. Only the servers wait for the rows that go there; ranks wait for results.
-        self._arrivals[index, results.name] = np.where(called[:ranks] > 0, done, 0.0)
+        self._arrivals[index, results.name] = np.where(call_bytes[:ranks] > 0, arrival, 0.0)
 
 
 def _results_of_servers(schedule: Schedule) -> Transfer:
@@ -264,12 +268,12 @@ def _calls(stages: int) -> frozenset[CallKey]:
     return frozenset(calls)
 
 
-def _tasks(counted: CountedPlan, name: str) -> Tasks:
+def _tasks(counts: CountedPlan, name: str) -> Tasks:
     """Return the tasks of a kernel call; a stage has an equal share of them."""
     if name == "local":
-        return counted.local
+        return counts.local
     if name in ("local 1/2", "local 2/2"):
-        tasks = counted.local
+        tasks = counts.local
         return Tasks(
             rows=tasks.rows / 2,
             keys=tasks.keys / 2,
@@ -278,17 +282,17 @@ def _tasks(counted: CountedPlan, name: str) -> Tasks:
             diagonal=tasks.diagonal / 2,
             tasks=tasks.tasks / 2,
         )
-    tasks = counted.remote_kv if name == "remote-KV" else counted.remote_query
+    tasks = counts.remote_kv if name == "remote-KV" else counts.remote_query
     # Each stage reads all queries of all tasks again, and only its own keys.
     return replace(
         tasks,
-        keys=tasks.keys / counted.stages,
-        pairs=tasks.pairs / counted.stages,
-        diagonal=tasks.diagonal / counted.stages,
+        keys=tasks.keys / counts.stages,
+        pairs=tasks.pairs / counts.stages,
+        diagonal=tasks.diagonal / counts.stages,
     )
 
 
-def _bytes(counted: CountedPlan, rows: str, columns: tuple[str, ...]) -> FloatArray:
+def _bytes(counts: CountedPlan, rows: str, columns: tuple[str, ...]) -> FloatArray:
     """Return [2, workers] bytes of a transfer by link.
 
     Of the bytes that a worker sends and of those that it receives the larger number counts. If rows
@@ -299,18 +303,19 @@ def _bytes(counted: CountedPlan, rows: str, columns: tuple[str, ...]) -> FloatAr
         rows: as in `Transfer`.
         columns: as in `Transfer`.
     """
-    row = counted.row_bytes
+    row = counts.row_bytes
     column_bytes = {"q": row.q, "dq": row.q, "o": row.o, "do": row.o}  # the LSE is left out
     query_bytes = sum(column_bytes.get(column, 0) for column in columns)
     key_bytes = row.kv / 2 * sum(column in ("k", "v", "dk", "dv") for column in columns)
     if rows == "servers":
-        moved = counted.with_servers.queries * query_bytes + counted.with_servers.keys * key_bytes
-        return np.asarray(moved.max(axis=1), np.float64)
-    most_queries, most_keys = counted.most_of_ranks
+        server_rows = counts.with_servers
+        server_bytes = server_rows.queries * query_bytes + server_rows.keys * key_bytes
+        return np.asarray(server_bytes.max(axis=1), np.float64)
+    most_queries, most_keys = counts.most_of_ranks
     if rows == "queries":
         return np.asarray(most_queries * query_bytes, np.float64)
-    stage_bytes = np.asarray(most_keys * (key_bytes / counted.stages), np.float64)
-    if not counted.forwards:
+    stage_bytes = np.asarray(most_keys * (key_bytes / counts.stages), np.float64)
+    if not counts.forwards:
         return stage_bytes
     hop_share = np.array([0.5, 1.0 if rows == "keys" else 0.0])  # within and between nodes
     hop_bytes: FloatArray = stage_bytes * hop_share[:, None]
@@ -342,14 +347,17 @@ def predict_step(
     cuts = [count_cuts(layout, nodes) for layout in layouts] if costs.mixing else []
 
     # 2. One layer of each kind is walked in each direction, and counts for all layers of the kind.
-    attention, waited, mixed = (np.zeros_like(head) for _ in range(3))
-    other, seconds = head.copy(), 0.0
+    attention = np.zeros_like(head)
+    waited = np.zeros_like(head)
+    mixed = np.zeros_like(head)
+    other = head.copy()
+    seconds = 0.0
     for kind in costs.kinds:
-        counted = [plans[kind.kind] for plans in nano_batches]
+        counts = [counts_of_kinds[kind.kind] for counts_of_kinds in nano_batches]
         for direction in costs.directions:
             forward = direction == "forward"
             walked = LayerClocks(
-                counted,
+                counts,
                 kind.kernel(direction),
                 before if forward else backward_before,
                 after if forward else backward_after,
@@ -391,10 +399,8 @@ def predict_plan(
         nodes: [ranks] node of each rank.
         bytes_per_value: size of a value in the dtype of core attention.
     """
-    counted = [
-        count_plans(nano_batch.plans, bytes_per_value, nodes) for nano_batch in plan.nano_batches
-    ]
-    return predict_step(counted, [nano.layout for nano in plan.nano_batches], costs, nodes)
+    counts = count_nano_batches(plan.nano_batches, bytes_per_value, nodes)
+    return predict_step(counts, [nano.layout for nano in plan.nano_batches], costs, nodes)
 
 
 def document_seconds(lengths: IntArray, costs: StepCosts) -> FloatArray:
@@ -424,7 +430,7 @@ def _pairs_and_tasks(lengths: IntArray, kind: AttentionKind) -> tuple[IntArray, 
 
 
 def in_stages(
-    counted: CountedPlan, buffer_rows: int, *, stages: int, together: bool = False
+    counts: CountedPlan, buffer_rows: int, *, stages: int, together: bool = False
 ) -> CountedPlan:
     """Return the counts of a plan without stages, with as many stages as it will have.
 
@@ -433,8 +439,8 @@ def in_stages(
         stages: approximate number of stages, as in `stage_rows`.
         together: as in `stage_rows`.
     """
-    most_keys = counted.among_ranks.most_keys
+    most_keys = counts.among_ranks.most_keys
     rows = stage_rows(
-        most_keys, buffer_rows, stages=stages, in_hops=counted.forwards, together=together
+        most_keys, buffer_rows, stages=stages, in_hops=counts.forwards, together=together
     )
-    return counted if rows is None else replace(counted, stages=ceil(most_keys / rows))
+    return counts if rows is None else replace(counts, stages=ceil(most_keys / rows))

@@ -40,7 +40,7 @@ From "attention" on, the names are classes of marks: core attention, other layer
 exchanges, idle time, planned strategies, and strategies without plans.
 """
 MARKS = list(COLOURS)[list(COLOURS).index("attention") :]
-OF_FILES = """svg { max-width: 100%; height: auto; }
+FILE_STYLE = """svg { max-width: 100%; height: auto; }
 text { font: 13px system-ui, sans-serif; fill: var(--muted); font-variant-numeric: tabular-nums; }
 .strong { fill: var(--ink); font-weight: 600; }
 .ground { fill: var(--page); }
@@ -55,9 +55,8 @@ def style_sheet() -> str:
 
     Paper has the colours of light pages.
     """
-    light, dark = (
-        " ".join(f"--{name}: {pair[i]};" for name, pair in COLOURS.items()) for i in (0, 1)
-    )
+    light = " ".join(f"--{name}: {colour};" for name, (colour, _) in COLOURS.items())
+    dark = " ".join(f"--{name}: {colour};" for name, (_, colour) in COLOURS.items())
     marks = " ".join(f".{name} {{ --key: var(--{name}); }}" for name in MARKS)
     return (
         f":root {{ {light} }}\n@media screen and (prefers-color-scheme: dark) {{ :root {{ {dark} "
@@ -76,9 +75,9 @@ class Drawing:
 
     def text(self, x: float, y: float, text: str, anchor: str = "start", style: str = "") -> None:
         """Write on a line at height y, from, to or around x."""
-        named = f' class="{style}"' if style else ""
+        css_class = f' class="{style}"' if style else ""
         self._parts.append(
-            f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}"{named}>{escape(text)}</text>'
+            f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}"{css_class}>{escape(text)}</text>'
         )
 
     def line(self, x1: float, y1: float, x2: float, y2: float, style: str = "rule") -> None:
@@ -87,8 +86,8 @@ class Drawing:
 
     def arrow(self, x1: float, x2: float, y: float, style: str) -> None:
         """Draw an arrow along a line from x1 to x2."""
-        back = x2 + (6.0 if x2 < x1 else -6.0)
-        head = f"M{back:.1f} {y - 4:.1f}L{x2:.1f} {y:.1f}L{back:.1f} {y + 4:.1f}"
+        head_x = x2 + (6.0 if x2 < x1 else -6.0)
+        head = f"M{head_x:.1f} {y - 4:.1f}L{x2:.1f} {y:.1f}L{head_x:.1f} {y + 4:.1f}"
         self._parts.append(
             f'<path class="{style} arrow" d="M{x1:.1f} {y:.1f}L{x2:.1f} {y:.1f}{head}"/>'
         )
@@ -103,31 +102,35 @@ class Drawing:
     def scale(
         self,
         marks: Sequence[float],
-        left: float,
-        right: float,
-        top: float,
-        bottom: float,
+        left_x: float,
+        right_x: float,
+        top_y: float,
+        bottom_y: float,
         suffix: str,
     ) -> None:
         """Draw lines across the picture at round numbers, from 0 at the bottom."""
         for mark in marks:
-            y = bottom - (bottom - top) * mark / marks[-1]
-            self.line(left, y, right, y)
+            y = bottom_y - (bottom_y - top_y) * mark / marks[-1]
+            self.line(left_x, y, right_x, y)
             if suffix:
-                self.text(left - 8, y + 4, f"{mark:,.10g}{suffix}", "end", "axis")
+                self.text(left_x - 8, y + 4, f"{mark:,.10g}{suffix}", "end", "axis")
 
     def file(self, label: str) -> str:
         """Return the text of a separate file, with its own background for light and dark pages."""
         ground = f'<rect class="ground" width="{self.width:g}" height="{self.height:g}" rx="6"/>'
-        first = f"<style>\n{style_sheet()}{OF_FILES}</style>{ground}"
-        return self.markup(label, 'xmlns="http://www.w3.org/2000/svg" ', first) + "\n"
+        prologue = f"<style>\n{style_sheet()}{FILE_STYLE}</style>{ground}"
+        return self.markup(label, 'xmlns="http://www.w3.org/2000/svg" ', prologue) + "\n"
 
-    def markup(self, label: str, namespace: str = "", first: str = "") -> str:
-        """Return the SVG element; the label is for readers who do not see the picture."""
+    def markup(self, label: str, namespace: str = "", prologue: str = "") -> str:
+        """Return the SVG element; the label is for readers who do not see the picture.
+
+        Args:
+            prologue: elements before those that were drawn.
+        """
         return (
             f'<svg {namespace}viewBox="0 0 {self.width:g} {self.height:g}" width="{self.width:g}"'
             f' height="{self.height:g}" role="img"'
-            f' aria-label="{escape(label)}">{first}{"".join(self._parts)}</svg>'
+            f' aria-label="{escape(label)}">{prologue}{"".join(self._parts)}</svg>'
         )
 
 
@@ -136,28 +139,34 @@ def lengths_picture(bins: Sequence[Mapping[str, Any]]) -> Drawing:
 
     The bins are those of `histogram`.
     """
-    left, top, bottom = 44, 12, 196
+    left_x, top_y, bottom_y = 44, 12, 196
     drawing = Drawing(WIDTH, 240)
-    marks = ticks(100 * max(max(each["document_share"], each["token_share"]) for each in bins))
-    drawing.scale(marks, left, WIDTH, top, bottom, "%")
-    step = (WIDTH - left) / len(bins)
-    every = ceil(34 / step)
-    for index, each in enumerate(bins):
-        x = left + index * step
-        for place, what in ((0.1, "documents"), (0.5, "tokens")):
-            if share := each[f"{what[:-1]}_share"]:
-                size = (bottom - top) * share * 100 / marks[-1]
-                label = (
-                    f"{each['shortest']:,} to {each['longest']:,} tokens: {each[what]:,} {what}, "
-                    f"{share:.1%}"
-                )
-                drawing.bar(x + step * place, bottom - size, step * 0.4 - 1, size, what, label)
-        if index % every == 0:
-            drawing.line(x, bottom, x, bottom + 4)
-            drawing.text(
-                x, bottom + 18, short(each["shortest"]), "middle" if index else "start", "axis"
+    highest_share = max(
+        max(length_bin["document_share"], length_bin["token_share"]) for length_bin in bins
+    )
+    marks = ticks(100 * highest_share)
+    drawing.scale(marks, left_x, WIDTH, top_y, bottom_y, "%")
+    bin_width = (WIDTH - left_x) / len(bins)
+    bins_a_label = ceil(34 / bin_width)
+    for index, length_bin in enumerate(bins):
+        x = left_x + index * bin_width
+        for place, unit in ((0.1, "documents"), (0.5, "tokens")):
+            share = length_bin[f"{unit[:-1]}_share"]
+            if not share:
+                continue
+            height = (bottom_y - top_y) * share * 100 / marks[-1]
+            label = (
+                f"{length_bin['shortest']:,} to {length_bin['longest']:,} tokens: "
+                f"{length_bin[unit]:,} {unit}, {share:.1%}"
             )
-    drawing.text((left + WIDTH) / 2, 236, "tokens of a document", "middle", "axis")
+            drawing.bar(
+                x + bin_width * place, bottom_y - height, bin_width * 0.4 - 1, height, unit, label
+            )
+        if index % bins_a_label == 0:
+            drawing.line(x, bottom_y, x, bottom_y + 4)
+            anchor = "middle" if index else "start"
+            drawing.text(x, bottom_y + 18, short(length_bin["shortest"]), anchor, "axis")
+    drawing.text((left_x + WIDTH) / 2, 236, "tokens of a document", "middle", "axis")
     return drawing
 
 
@@ -167,39 +176,40 @@ def loads_picture(panels: Sequence[tuple[str, Sequence[float], str]], unit: str)
     Args:
         panels: title, [ranks] values, and the class that colours them.
     """
-    left, gap, top, body = 60.0, 28.0, 44.0, 140.0
-    across = (WIDTH - left - gap * (len(panels) - 1)) / len(panels)
-    drawing = Drawing(WIDTH, top + body + 22)
+    left_x, gap, top_y, height = 60.0, 28.0, 44.0, 140.0
+    bottom_y = top_y + height
+    panel_width = (WIDTH - left_x - gap * (len(panels) - 1)) / len(panels)
+    drawing = Drawing(WIDTH, bottom_y + 22)
     marks = ticks(max(max(values) for _, values, _ in panels))
-    for index, (title, of_ranks, style) in enumerate(panels):
-        x, values = left + (across + gap) * index, np.array(of_ranks)
+    for index, (title, rank_values, style) in enumerate(panels):
+        # 1. The title and the scale of the panel.
+        values = np.array(rank_values)
         mean = float(values.mean())
-        drawing.scale(marks, x, x + across, top, top + body, "" if index else unit)
-        drawing.text(x, top - 28, title, style="strong")
-        drawing.text(
-            x,
-            top - 12,
-            f"busiest rank {values.max() / mean if mean else 1:.2f}× the mean",
-            style="axis",
-        )
-        parts = np.array_split(np.arange(len(values)), min(len(values), MOST_BARS))
-        step = across / len(parts)
-        for place, ranks in enumerate(parts):
-            most = float(values[ranks].max())
-            size = body * most / marks[-1]
-            named = (
-                f"rank {ranks[0]}"
-                if len(ranks) == 1
-                else f"ranks {ranks[0]} to {ranks[-1]}, at most"
-            )
-            label = f"{title}, {named}: {most:,.3f}{unit}"
+        over_mean = values.max() / mean if mean else 1
+        x = left_x + (panel_width + gap) * index
+        right_x = x + panel_width
+        drawing.scale(marks, x, right_x, top_y, bottom_y, "" if index else unit)
+        drawing.text(x, top_y - 28, title, style="strong")
+        drawing.text(x, top_y - 12, f"busiest rank {over_mean:.2f}× the mean", style="axis")
+        # 2. A bar for each rank, or for several neighbours.
+        ranks_of_bars = np.array_split(np.arange(len(values)), min(len(values), MOST_BARS))
+        pitch = panel_width / len(ranks_of_bars)
+        bar_width = pitch - min(1.0, pitch / 4)
+        for place, ranks in enumerate(ranks_of_bars):
+            value = float(values[ranks].max())
+            bar_height = height * value / marks[-1]
+            names = f"ranks {ranks[0]} to {ranks[-1]}, at most"
+            if len(ranks) == 1:
+                names = f"rank {ranks[0]}"
+            label = f"{title}, {names}: {value:,.3f}{unit}"
             drawing.bar(
-                x + place * step, top + body - size, step - min(1.0, step / 4), size, style, label
+                x + place * pitch, bottom_y - bar_height, bar_width, bar_height, style, label
             )
-        level = top + body * (1 - mean / marks[-1])
-        drawing.line(x, level, x + across, level, "mean")
-        drawing.text(x, top + body + 16, "rank 0", "start", "axis")
-        drawing.text(x + across, top + body + 16, f"rank {len(values) - 1}", "end", "axis")
+        # 3. The mean, and the axis.
+        mean_y = top_y + height * (1 - mean / marks[-1])
+        drawing.line(x, mean_y, right_x, mean_y, "mean")
+        drawing.text(x, bottom_y + 16, "rank 0", "start", "axis")
+        drawing.text(right_x, bottom_y + 16, f"rank {len(values) - 1}", "end", "axis")
     return drawing
 
 
@@ -212,49 +222,60 @@ def stacks_picture(
         rows: of each bar, by name, the parts: size, class that colours it, and name.
         strong: names that stand out. Bars far longer than theirs are broken off.
     """
-    pitch, thick = 28.0, 18.0
+    pitch, bar_height = 28.0, 18.0
     totals = {name: sum(size for size, _, _ in parts) for name, parts in rows.items()}
     limit = CUT_OFF * max((totals[name] for name in strong), default=0.0) or inf
     marks = ticks(min(max(totals.values()), limit), 5)
-    left = max(map(len, rows)) * LETTER + 10
-    right = WIDTH - max(len(f"{total:,.3f}{unit}") for total in totals.values()) * LETTER - 12
-    bottom, across = pitch * len(rows), (right - left) / marks[-1]
-    drawing = Drawing(WIDTH, bottom + 22)
+    left_x = max(map(len, rows)) * LETTER + 10
+    longest_label = max(len(f"{total:,.3f}{unit}") for total in totals.values())
+    right_x = WIDTH - longest_label * LETTER - 12
+    bottom_y = pitch * len(rows)
+    pixels_a_unit = (right_x - left_x) / marks[-1]
+    drawing = Drawing(WIDTH, bottom_y + 22)
+    # 1. The scale.
     for mark in marks:
-        drawing.line(left + mark * across, 0, left + mark * across, bottom)
-        drawing.text(
-            left + mark * across,
-            bottom + 16,
-            f"{mark:,.10g}{unit}",
-            "middle" if mark else "start",
-            "axis",
-        )
+        x = left_x + mark * pixels_a_unit
+        drawing.line(x, 0, x, bottom_y)
+        anchor = "middle" if mark else "start"
+        drawing.text(x, bottom_y + 16, f"{mark:,.10g}{unit}", anchor, "axis")
     for index, (name, parts) in enumerate(rows.items()):
-        x, y, left_over = left, index * pitch, limit
+        # 2. The parts of a bar, up to the limit.
+        x = left_x
+        y = index * pitch
+        text_y = y + bar_height - 4
+        drawable = limit
         style = "strong" if name in strong else "name"
-        drawing.text(left - 10, y + thick - 4, name, "end", style)
-        for size, colour, what in parts:
-            shown = min(size, left_over) * across
-            left_over = max(left_over - size, 0.0)
-            if shown > 0:
-                drawing.bar(x, y, shown, thick, colour, f"{name}, {what}: {size:,.3f}{unit}")
-            x += shown
+        drawing.text(left_x - 10, text_y, name, "end", style)
+        for size, colour, part in parts:
+            width = min(size, drawable) * pixels_a_unit
+            drawable = max(drawable - size, 0.0)
+            if width > 0:
+                label = f"{name}, {part}: {size:,.3f}{unit}"
+                drawing.bar(x, y, width, bar_height, colour, label)
+            x += width
+        # 3. Two strokes where a bar is broken off.
         if totals[name] > limit:
             for place in (10.0, 5.0):
-                drawing.line(x - place - 3, y + thick + 1, x - place + 3, y - 1, "break")
-        drawing.text(x + 6, y + thick - 4, f"{totals[name]:,.3f}{unit}", "start", style)
+                drawing.line(x - place - 3, y + bar_height + 1, x - place + 3, y - 1, "break")
+        drawing.text(x + 6, text_y, f"{totals[name]:,.3f}{unit}", "start", style)
     return drawing
 
 
-def ticks(most: float, about: int = 4) -> list[float]:
-    """Return round numbers from 0 to the first one at or above `most`."""
-    if most <= 0:
+def ticks(greatest: float, about: int = 4) -> list[float]:
+    """Return round numbers from 0 to the first one at or above `greatest`.
+
+    Args:
+        about: how many numbers above 0 there are, more or less.
+    """
+    if greatest <= 0:
         return [0.0, 1.0]
-    power = 10.0 ** floor(log10(most / about))
+    power = 10.0 ** floor(log10(greatest / about))
     step = next(
-        factor * power for factor in (1, 2, 2.5, 5, 10) if factor * power >= most / about * 0.999
+        factor * power
+        for factor in (1, 2, 2.5, 5, 10)
+        if factor * power >= greatest / about * 0.999
     )
-    return [index * step for index in range(ceil(most / step - 0.001) + 1)]
+    return [index * step for index in range(ceil(greatest / step - 0.001) + 1)]
 
 
 def short(count: float) -> str:

@@ -97,31 +97,33 @@ def simulation_report(figures: Mapping[str, Any]) -> str:
             `settings` (to be copied), `setting` (the given settings), `profile`, `profile_source`
             and `simulated_in`.
     """
-    given, strategies, best = figures["setting"], figures["strategies"], figures["best_plain"]
-    gain, pays = f"{figures['speed_up']:.2f}× the speed of {best}", figures["speed_up"] >= NOT_WORTH
+    setting = figures["setting"]
+    strategies = figures["strategies"]
+    best = figures["best_plain"]
+    gain = f"{figures['speed_up']:.2f}× the speed of {best}"
+    pays = figures["speed_up"] >= NOT_WORTH
 
-    settings = "".join(
+    # 1. What to do.
+    settings_text = "".join(
         f"    {name}={json.dumps(value) if isinstance(value, str) else repr(value)},\n"
         for name, value in figures["settings"].items()
     )
-    processes = figures["ranks"] * given["tensor_parallel"]
-    over_packing, over_best = (
-        f"{figures[which]['least']:.2f}× to {figures[which]['most']:.2f}×"
-        for which in ("over_packing", "over_best")
-    )
+    processes = figures["ranks"] * setting["tensor_parallel"]
+    gain_over_packing = _least_to_most(figures["over_packing"])
+    gain_over_best = _least_to_most(figures["over_best"])
     advice = _section(
         "What to do",
         [
             *figures["advice"],
             (
-                f"By micro-batch, {over_packing} the speed of {PLAIN} and {over_best} that of "
-                f"{best}; on average {figures['attention_speed_up']:.2f}× for core attention "
-                "alone."
+                f"By micro-batch, {gain_over_packing} the speed of {PLAIN} and {gain_over_best} "
+                f"that of {best}; on average {figures['attention_speed_up']:.2f}× for core "
+                "attention alone."
             ),
             *([] if pays else ["Settings to try it all the same:"]),
         ],
         _code(
-            f'args = hf_distca.DistCATrainingArguments(\n    output_dir="out",\n{settings})',
+            f'args = hf_distca.DistCATrainingArguments(\n    output_dir="out",\n{settings_text})',
             "settings in Python",
         ),
         _code(
@@ -130,18 +132,19 @@ def simulation_report(figures: Mapping[str, Any]) -> str:
         ),
     )
 
+    # 2. Seconds of each strategy.
     compared = [best, figures["best_planned"]]
     bars = {
-        each["name"]: [
-            (seconds, part, STEP_PARTS[part]) for part, seconds in parts_of_step(each).items()
+        strategy["name"]: [
+            (seconds, part, STEP_PARTS[part]) for part, seconds in parts_of_step(strategy).items()
         ]
-        for each in strategies
+        for strategy in strategies
     }
-    columns = [
-        columns_of(each) | {"sent, MB": f"{each['bytes_bottleneck'] / 1e6:,.1f}"}
-        for each in strategies
+    rows = [
+        columns_of(strategy) | {"sent, MB": f"{strategy['bytes_bottleneck'] / 1e6:,.1f}"}
+        for strategy in strategies
     ]
-    by_strategy = _section(
+    strategies_section = _section(
         "Strategies",
         [
             NAMES,
@@ -160,27 +163,32 @@ def simulation_report(figures: Mapping[str, Any]) -> str:
         ),
         _table(
             "Means over all micro-batches",
-            list(columns[0]),
-            [list(each.values()) for each in columns],
+            list(rows[0]),
+            [list(row.values()) for row in rows],
             compared,
         ),
         f"<p class='caption'>{escape(COLUMNS)}</p>",
     )
 
-    of_padded = []
-    if padded := figures.get("padded"):
+    # 3. Padded batches, if they were simulated.
+    padded_sections = []
+    padded = figures.get("padded")
+    if padded:
         rows = padded["columns"]
         caption = f"Means over all batches of {padded['sequences']} sequences a rank"
-        table = _table(caption, list(rows[0]), [list(each.values()) for each in rows])
-        of_padded = [_section("Padded batches", [PADDED_ROWS, padded["advice"]], table)]
+        table = _table(caption, list(rows[0]), [list(row.values()) for row in rows])
+        padded_sections = [_section("Padded batches", [PADDED_ROWS, padded["advice"]], table)]
 
-    planned = {each["name"] for each in strategies if each["document_layout"] is not None}
+    # 4. Load of each rank.
+    planned = {
+        strategy["name"] for strategy in strategies if strategy["document_layout"] is not None
+    }
     panels = [
         (name, load, "planned" if name in planned else "plain")
         for name, load in figures["load"].items()
     ]
     cut = strategies[0]["documents_cut"]
-    by_rank = _section(
+    load_section = _section(
         "Load of the ranks in one step",
         [
             (
@@ -201,8 +209,9 @@ def simulation_report(figures: Mapping[str, Any]) -> str:
         table_of_ranks("Core attention of each rank, seconds", figures["load"]),
     )
 
+    # 5. The page.
     facts = {
-        **given,
+        **setting,
         "device": f"{figures['profile']}: {figures['profile_source']}",
         "simulated in": f"{figures['simulated_in']:.1f} s",
     }
@@ -211,19 +220,24 @@ def simulation_report(figures: Mapping[str, Any]) -> str:
         f"{gain}, the best alternative" if pays else f"No gain expected: {gain}",
         "costs of the device were measured; steps, with the plans that training makes, were "
         "simulated.",
-        f"{given['batches']:,} micro-batches of {given['lengths']}: {figures['documents']:,} "
+        f"{setting['batches']:,} micro-batches of {setting['lengths']}: {figures['documents']:,} "
         f"documents, {figures['tokens']:,} tokens. {figures['ranks']:,} ranks of "
-        f"{figures['tokens_per_rank']:,} tokens; {given['model']}; "
+        f"{figures['tokens_per_rank']:,} tokens; {setting['model']}; "
         f"{figures['profile']}.{in_groups(best)}",
         [
             advice,
             _lengths(figures["histogram"]),
-            by_strategy,
-            *of_padded,
-            by_rank,
+            strategies_section,
+            *padded_sections,
+            load_section,
             _origin(facts, ["Every strategy trains the same micro-batches."]),
         ],
     )
+
+
+def _least_to_most(gain: Mapping[str, float]) -> str:
+    """Return the least and the greatest speed-up of a micro-batch, from the fields of `Gain`."""
+    return f"{gain['least']:.2f}× to {gain['most']:.2f}×"
 
 
 def in_groups(strategy: str) -> str:
@@ -248,13 +262,15 @@ def plan_report(figures: Mapping[str, Any], memory: Mapping[str, Sequence[str]])
         figures: the figures that `hf-distca plan --json` prints with a report.
         memory: rows of the table of memory, the first with the strategies; empty without a model.
     """
-    given, bins, ranks = figures["setting"], figures["histogram"], figures["by_rank"]
-    packed, planned, sent, received = (
-        [value / 1e6 for value in ranks[name]]
-        for name in ("pairs_packed", "pairs", "bytes_sent", "bytes_received")
-    )
+    setting = figures["setting"]
+    bins = figures["histogram"]
+    ranks = figures["by_rank"]
+    packed_pairs_M = [pairs / 1e6 for pairs in ranks["pairs_packed"]]
+    planned_pairs_M = [pairs / 1e6 for pairs in ranks["pairs"]]
+    sent_MB = [count / 1e6 for count in ranks["bytes_sent"]]
+    received_MB = [count / 1e6 for count in ranks["bytes_received"]]
     legend = [("planned", "planned"), MEAN]
-    load = _section(
+    load_section = _section(
         "Load of the ranks, before and after",
         [
             (
@@ -272,14 +288,24 @@ def plan_report(figures: Mapping[str, Any], memory: Mapping[str, Sequence[str]])
         _figure(
             "Query-key pairs of each rank, before and after",
             loads_picture(
-                [("packed in order", packed, "plain"), ("planned", planned, "planned")], " M"
+                [
+                    ("packed in order", packed_pairs_M, "plain"),
+                    ("planned", planned_pairs_M, "planned"),
+                ],
+                " M",
             ),
             [("plain", "packed in order"), *legend],
         ),
     )
-    columns = {"packed, million pairs": packed, "planned, million pairs": planned, "sent, MB": sent}
-    columns |= {"received, MB": received, "tokens": ranks["tokens"], "tasks": ranks["tasks"]}
-    in_bytes = _section(
+    columns = {
+        "packed, million pairs": packed_pairs_M,
+        "planned, million pairs": planned_pairs_M,
+        "sent, MB": sent_MB,
+        "received, MB": received_MB,
+        "tokens": ranks["tokens"],
+        "tasks": ranks["tasks"],
+    }
+    bytes_section = _section(
         "Bytes by rank",
         [
             (
@@ -299,18 +325,21 @@ def plan_report(figures: Mapping[str, Any], memory: Mapping[str, Sequence[str]])
         ],
         _figure(
             "Megabytes that each rank sends and receives",
-            loads_picture([("sent", sent, "planned"), ("received", received, "planned")], " MB"),
+            loads_picture(
+                [("sent", sent_MB, "planned"), ("received", received_MB, "planned")], " MB"
+            ),
             legend,
         ),
         table_of_ranks("Each rank", columns, ",.10g"),
     )
-    cut = [_section("Documents are cut", figures["advice"])] if figures["advice"] else []
-    in_memory = []
+    cut_sections = []
+    if figures["advice"]:
+        cut_sections.append(_section("Documents are cut", figures["advice"]))
+    memory_sections = []
     if memory:
-        (first, strategies), *others = memory.items()
-        rows = [[name, *cells] for name, cells in others]
-        table = _table("Memory of a rank", [first, *strategies], rows)
-        in_memory.append(
+        titles, *rows = [[name, *cells] for name, cells in memory.items()]
+        table = _table("Memory of a rank", titles, rows)
+        memory_sections.append(
             _section("Memory", [MEMORY], table, f"<p class='caption'>{escape(PARTS_OF_MEMORY)}</p>")
         )
     return _page(
@@ -318,23 +347,23 @@ def plan_report(figures: Mapping[str, Any], memory: Mapping[str, Sequence[str]])
         f"The busiest rank has {figures['max_over_mean']:.3f}× the mean core attention; packed in "
         f"order, {figures['packed_max_over_mean']:.2f}×",
         "everything here is counted from the plan of one micro-batch.",
-        f"{sum(each['documents'] for each in bins):,} documents, "
-        f"{sum(each['tokens'] for each in bins):,} tokens; {given['ranks']} ranks of at most "
-        f"{given['tokens_per_rank']:,} tokens.",
+        f"{sum(length_bin['documents'] for length_bin in bins):,} documents, "
+        f"{sum(length_bin['tokens'] for length_bin in bins):,} tokens; {setting['ranks']} ranks "
+        f"of at most {setting['tokens_per_rank']:,} tokens.",
         [
             _lengths(bins),
-            *cut,
-            load,
-            in_bytes,
-            *in_memory,
-            _origin({**given, "planned in": f"{figures['plan_ms']:.1f} ms"}),
+            *cut_sections,
+            load_section,
+            bytes_section,
+            *memory_sections,
+            _origin({**setting, "planned in": f"{figures['plan_ms']:.1f} ms"}),
         ],
     )
 
 
-def counted(count: int, what: str, several: str = "") -> str:
-    """Return a number and a noun, whose plural is `several` or ends in s."""
-    return f"{count:,} {what if count == 1 else several or what + 's'}"
+def counted(count: int, noun: str, plural: str = "") -> str:
+    """Return a number and a noun, whose plural is `plural` or ends in s."""
+    return f"{count:,} {noun if count == 1 else plural or noun + 's'}"
 
 
 def _page(tool: str, title: str, source: str, lead: str, sections: Sequence[str]) -> str:
@@ -360,7 +389,7 @@ def _page(tool: str, title: str, source: str, lead: str, sections: Sequence[str]
 
 
 def _section(title: str, sentences: Sequence[str], *parts: str) -> str:
-    paragraphs = "".join(f"<p>{escape(each)}</p>" for each in sentences)
+    paragraphs = "".join(f"<p>{escape(sentence)}</p>" for sentence in sentences)
     return f"<section><h2>{escape(title)}</h2>{paragraphs}{''.join(parts)}</section>"
 
 
@@ -383,10 +412,10 @@ def _table(
     """
     head = "".join(f'<th scope="col">{escape(title)}</th>' for title in titles)
     body = []
-    for first, *cells in rows:
-        highlight = ' class="marked"' if first in marked else ""
-        others = "".join(f"<td>{escape(cell)}</td>" for cell in cells)
-        body.append(f'<tr{highlight}><th scope="row">{escape(first)}</th>{others}</tr>')
+    for name, *values in rows:
+        highlight = ' class="marked"' if name in marked else ""
+        cells = "".join(f"<td>{escape(value)}</td>" for value in values)
+        body.append(f'<tr{highlight}><th scope="row">{escape(name)}</th>{cells}</tr>')
     return (
         f'<p class="caption" aria-hidden="true">{escape(caption)}</p>'
         f'<div class="table" tabindex="0" role="region" aria-label="{escape(caption)}"><table '
@@ -402,15 +431,15 @@ def table_of_ranks(
     Args:
         columns: [ranks] values of each column, by its title.
     """
-    of_ranks = list(zip(*columns.values(), strict=True))
-    if len(of_ranks) > MOST_RANKS:
+    values_of_ranks = list(zip(*columns.values(), strict=True))
+    if len(values_of_ranks) > MOST_RANKS:
         return ""
     rows = [
         [str(rank), *(format(value, numbers) for value in values)]
-        for rank, values in enumerate(of_ranks)
+        for rank, values in enumerate(values_of_ranks)
     ]
-    shown = _table(caption, ["rank", *columns], rows)
-    return f"<details><summary>{escape(caption)}</summary>{shown}</details>"
+    table = _table(caption, ["rank", *columns], rows)
+    return f"<details><summary>{escape(caption)}</summary>{table}</details>"
 
 
 def _code(text: str, label: str) -> str:
@@ -418,12 +447,12 @@ def _code(text: str, label: str) -> str:
     return f'<pre tabindex="0" aria-label="{escape(label)}">{escape(text)}</pre>'
 
 
-def _origin(given: Mapping[str, Any], sentences: Sequence[str] = ()) -> str:
-    """Return the section on the settings that were given."""
+def _origin(facts: Mapping[str, Any], sentences: Sequence[str] = ()) -> str:
+    """Return the section on the settings that were given, and on what else figures come from."""
     rows = "".join(
         "<tr><th"
         f' scope="row">{escape(name.replace("_", " "))}</th><td>{escape(str(value))}</td></tr>'
-        for name, value in given.items()
+        for name, value in facts.items()
     )
     return _section(
         "Where this comes from", sentences, f'<table class="facts"><tbody>{rows}</tbody></table>'
@@ -432,16 +461,20 @@ def _origin(given: Mapping[str, Any], sentences: Sequence[str] = ()) -> str:
 
 def _lengths(bins: Sequence[Mapping[str, Any]]) -> str:
     """Return the section on documents by length, from bins of `histogram`."""
-    documents = tokens = 0.0
-    for longest in reversed(bins):  # those that hold half of the tokens
-        documents, tokens = documents + longest["document_share"], tokens + longest["token_share"]
-        if tokens >= 0.5:
+    # The longest documents that hold half of the tokens.
+    document_share = 0.0
+    token_share = 0.0
+    for length_bin in reversed(bins):
+        document_share += length_bin["document_share"]
+        token_share += length_bin["token_share"]
+        shortest = length_bin["shortest"]
+        if token_share >= 0.5:
             break
     return _section(
         "Document lengths",
         [
-            f"{documents:.1%} of the documents have {longest['shortest']:,} tokens or more; "
-            f"together they hold {tokens:.1%} of all tokens. The cost of core attention grows "
+            f"{document_share:.1%} of the documents have {shortest:,} tokens or more; "
+            f"together they hold {token_share:.1%} of all tokens. The cost of core attention grows "
             "with the square of a document's length; the cost of all other layers grows with the "
             "length."
         ],

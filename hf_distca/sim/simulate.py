@@ -13,6 +13,7 @@ from hf_distca.planner.settings import Choices, PlanSettings
 from hf_distca.planner.whole_ranks import fitting, whole_ranks_pay
 from hf_distca.predict.seconds import FloatArray
 from hf_distca.predict.setup import Setup
+from hf_distca.predict.shapes import ModelShape
 from hf_distca.progress import terminal_bar
 from hf_distca.sim.lengths import IntArray, histogram
 from hf_distca.sim.strategies import CHOSEN, PLAIN, StepTime, Strategy, all_strategies
@@ -63,9 +64,8 @@ class StrategyFigures:
     bytes_bottleneck: float  # of the busiest rank in one layer's forward
     tokens_most: int  # the most rows that a rank ever holds
     rows_bytes: int | None  # memory of a GPU for rows; None if unknown
-    state_bytes: (
-        int | None
-    )  # memory of a GPU for weights, gradients and optimizer; None if not asked for
+    # Memory of a GPU for weights, gradients and optimizer; None if not asked for.
+    state_bytes: int | None
     documents_cut: float  # share of documents that lose context
     mixing_seconds: float  # the part of `other_seconds` in layers that mix rows in order
     mixing_mean_seconds: float
@@ -97,9 +97,10 @@ def columns_of(figures: Mapping[str, Any]) -> dict[str, str]:
     more columns: of mixing layers, the part of the other time, kernel runs, and bytes of states a
     layer.
     """
-    in_bytes = figures["rows_bytes"], figures["state_bytes"]
-    busiest, mean = figures["attention_seconds"], figures["attention_mean_seconds"]
-    of_mixing = {
+    memory_bytes = [figures["rows_bytes"], figures["state_bytes"]]
+    busiest = figures["attention_seconds"]
+    mean = figures["attention_mean_seconds"]
+    mixing_columns = {
         "mixing": f"{figures['mixing_mean_seconds']:.3f}",
         "runs": f"{figures['mixing_runs']:.1f}",
         "states, MB": f"{figures['mixing_bytes'] / 1e6:,.1f}",
@@ -108,11 +109,11 @@ def columns_of(figures: Mapping[str, Any]) -> dict[str, str]:
         "": figures["name"],
         "step, s": f"{figures['step_seconds']:.3f}",
         **{name: f"{seconds:.3f}" for name, seconds in parts_of_step(figures).items()},
-        **(of_mixing if figures["mixing_seconds"] else {}),
+        **(mixing_columns if figures["mixing_seconds"] else {}),
         "imbalance": f"{busiest / mean if mean else 1.0:.2f}",
         "tokens/s": f"{figures['tokens_per_second']:,.0f}",
         "MFU": f"{figures['mfu']:.1%}",
-        "GB": "" if None in in_bytes else f"{sum(in_bytes) / 1e9:.1f}",
+        "GB": "" if None in memory_bytes else f"{sum(memory_bytes) / 1e9:.1f}",
         "cut": f"{figures['documents_cut']:.1%}",
     }
 
@@ -164,87 +165,57 @@ def simulate(
 
     A document that is longer than all ranks hold is cut for every strategy, and counts as cut.
     """
-    given, capacity = list(islice(micro_batches, count)), setup.ranks * setup.tokens_per_rank
-    every, fitted = _as_drawn([np.minimum(lengths, capacity) for lengths in given], setup, settings)
-    lengths, flops = np.concatenate(every), 0.0
-    uncut = np.concatenate(given)
-    too_long = int((uncut > capacity).sum())
-    per_pair = {
-        kind: layers * kind.q_heads * (kind.dim_qk + kind.dim_v)
-        for kind, layers in setup.model.layers.items()
-    }
-    for each in every:  # the model's operations, forward and backward, without recomputation
-        in_kinds = (
-            float(np.sum(pairs(0 * each, each, kind.window))) * per_pair[kind] for kind in per_pair
-        )
-        flops += 6.0 * setup.model.operations * float(each.sum()) + 6.0 * sum(in_kinds)
+    # 1. The micro-batches as training draws them, and the operations of the model in them.
+    capacity = setup.ranks * setup.tokens_per_rank
+    uncut = list(islice(micro_batches, count))
+    full = [np.minimum(lengths, capacity) for lengths in uncut]
+    drawn, drawn_for_ranks = _as_drawn(full, setup, settings)
+    lengths = np.concatenate(drawn)
+    uncut_lengths = np.concatenate(uncut)
+    too_long = int((uncut_lengths > capacity).sum())
+    flops = sum(_operations(micro_batch, setup.model) for micro_batch in drawn)
 
+    # 2. Every micro-batch under every strategy.
     seconds: dict[str, FloatArray] = {}  # [steps] of each strategy
     load: dict[str, FloatArray] = {}  # [ranks] in core attention of the first step
     figures: dict[str, StrategyFigures] = {}
     for strategy in terminal_bar(all_strategies(setup, settings, servers), "Simulating strategies"):
-        steps: list[StepTime] = []
-        largest, most = None, 0  # plan whose busiest rank exchanges the most, and these bytes
-        for each in every:
-            step, plan = strategy.step(each)
-            steps.append(step)
-            if step.bytes_bottleneck >= most:
-                largest, most = plan, step.bytes_bottleneck
+        steps, largest_plan = _steps_of(strategy, drawn)
+        name = strategy.name
+        seconds[name] = np.array([step.seconds for step in steps])
+        load[name] = steps[0].attention
         tokens_most = max(step.tokens_most for step in steps)
-        rows_bytes, state_bytes = memory(strategy, tokens_most, largest)
-        name, gpus = strategy.name, (setup.ranks + strategy.servers) * setup.tensor_parallel
-        seconds[name], load[name] = np.array([step.seconds for step in steps]), steps[0].attention
-        attention, other, waited = (
-            np.array([getattr(step, what) for step in steps])
-            for what in ("attention", "other", "waited")
-        )  # [steps, ranks] each
-        figures[name] = StrategyFigures(
-            name=name,
-            document_layout=strategy.document_layout,
-            servers=strategy.servers,
-            gpus=gpus,
-            step_seconds=float(seconds[name].mean()),
-            attention_seconds=float(attention.max(1).mean()),
-            attention_mean_seconds=float(attention.mean()),
-            other_seconds=float(other.max(1).mean()),
-            other_mean_seconds=float(other.mean()),
-            exchange_seconds=float(waited.max(1).mean()),
-            exchange_mean_seconds=float(waited.mean()),
-            idle=float(1.0 - ((attention + other).mean(1) / seconds[name]).mean()),
-            tokens_per_second=float(lengths.sum() / seconds[name].sum()),
-            mfu=float(flops / seconds[name].sum() / gpus / setup.profile.peak_flops),
-            bytes_bottleneck=float(np.mean([step.bytes_bottleneck for step in steps])),
-            tokens_most=tokens_most,
+        rows_bytes, state_bytes = memory(strategy, tokens_most, largest_plan)
+        figures[name] = _strategy_figures(
+            strategy,
+            steps,
+            setup,
+            flops=flops,
+            tokens=int(lengths.sum()),
             rows_bytes=rows_bytes,
             state_bytes=state_bytes,
             # Strategies that cut to fewer tokens than `capacity` cut these documents too, and count
             # them.
             documents_cut=max(too_long, sum(step.documents_cut for step in steps)) / len(lengths),
-            mixing_seconds=float(np.mean([step.mixing.max() for step in steps])),
-            mixing_mean_seconds=float(np.mean([step.mixing.mean() for step in steps])),
-            mixing_runs=float(np.mean([step.mixing_runs for step in steps])),
-            mixing_bytes=float(np.mean([step.mixing_bytes for step in steps])),
         )
 
-    # Strategies that cut more documents train on other data, so those that cut the fewest come
-    # first.
-    plain = min(
-        (each for each in figures.values() if each.document_layout is None),
-        key=lambda each: (each.documents_cut, each.step_seconds),
-    )
-    on_same_gpus = (
-        each for each in figures.values() if each.document_layout is not None and not each.servers
-    )
-    fastest, default = min(on_same_gpus, key=lambda each: each.step_seconds), figures[CHOSEN]
-    # Users change a setting only where it pays.
-    planned = fastest if default.step_seconds / fastest.step_seconds >= NOT_WORTH else default
+    # 3. The strategies that are compared.
+    plain = _best_plain(figures.values())
+    planned = _best_planned(figures)
 
     def gain_over(name: str) -> Gain:
-        before, after = seconds[name], seconds[planned.name]
-        ratios = before / after
-        return Gain(float(before.sum() / after.sum()), float(ratios.min()), float(ratios.max()))
+        other_seconds = seconds[name]
+        planned_seconds = seconds[planned.name]
+        ratios = other_seconds / planned_seconds
+        speed_up = float(other_seconds.sum() / planned_seconds.sum())
+        return Gain(speed_up, float(ratios.min()), float(ratios.max()))
 
-    shown = (PLAIN, plain.name, planned.name)
+    # 4. The result.
+    sentences = list(advice(tuple(figures.values()), plain, planned, setup.tokens_per_rank))
+    if drawn_for_ranks:
+        sentences.append(DRAWN_FOR_RANKS)
+    if too_long:
+        sentences.append(too_long_advice(uncut_lengths, capacity))
     return Simulation(
         ranks=setup.ranks,
         tokens_per_rank=setup.tokens_per_rank,
@@ -254,24 +225,136 @@ def simulate(
         strategies=tuple(figures.values()),
         best_plain=plain.name,
         best_planned=planned.name,
-        load={name: tuple(round(seconds, 6) for seconds in load[name].tolist()) for name in shown},
+        load={
+            name: tuple(load[name].round(6).tolist()) for name in (PLAIN, plain.name, planned.name)
+        },
         over_packing=gain_over(PLAIN),
         over_best=gain_over(plain.name),
         speed_up=plain.step_seconds / planned.step_seconds,
         attention_speed_up=plain.attention_seconds / planned.attention_seconds,
-        advice=(
-            *advice(tuple(figures.values()), plain, planned, setup.tokens_per_rank),
-            *([DRAWN_FOR_RANKS] if fitted else []),
-            *([too_long_advice(uncut, capacity)] if too_long else []),
-        ),
+        advice=tuple(sentences),
     )
+
+
+def _operations(lengths: IntArray, model: ModelShape) -> float:
+    """Return the model's operations on a micro-batch, forward and backward.
+
+    Recomputation under gradient checkpointing does not count.
+    """
+    operations = model.operations * float(lengths.sum())
+    for kind, layers in model.layers.items():
+        document_pairs = float(np.sum(pairs(np.zeros_like(lengths), lengths, kind.window)))
+        operations += layers * kind.q_heads * (kind.dim_qk + kind.dim_v) * document_pairs
+    # A multiply-add is two operations, and the backward has twice those of the forward.
+    return 6.0 * operations
+
+
+def _steps_of(
+    strategy: Strategy, micro_batches: Sequence[IntArray]
+) -> tuple[list[StepTime], MicroBatchPlan | None]:
+    """Return the steps of a strategy, and the plan whose busiest rank exchanges the most."""
+    steps: list[StepTime] = []
+    largest_plan = None
+    largest_bytes = 0
+    for lengths in micro_batches:
+        step, plan = strategy.step(lengths)
+        steps.append(step)
+        if step.bytes_bottleneck >= largest_bytes:
+            largest_plan = plan
+            largest_bytes = step.bytes_bottleneck
+    return steps, largest_plan
+
+
+def _strategy_figures(
+    strategy: Strategy,
+    steps: Sequence[StepTime],
+    setup: Setup,
+    *,
+    flops: float,
+    tokens: int,
+    rows_bytes: int | None,
+    state_bytes: int | None,
+    documents_cut: float,
+) -> StrategyFigures:
+    """Return the figures of a strategy.
+
+    Args:
+        flops, tokens: operations and tokens of all steps.
+        rows_bytes, state_bytes, documents_cut: as in `StrategyFigures`.
+    """
+    gpus = (setup.ranks + strategy.servers) * setup.tensor_parallel
+    seconds = np.array([step.seconds for step in steps])
+    # [steps, ranks] each
+    attention = np.array([step.attention for step in steps])
+    other = np.array([step.other for step in steps])
+    waited = np.array([step.waited for step in steps])
+    busy_share = (attention + other).mean(axis=1) / seconds
+    return StrategyFigures(
+        name=strategy.name,
+        document_layout=strategy.document_layout,
+        servers=strategy.servers,
+        gpus=gpus,
+        step_seconds=float(seconds.mean()),
+        attention_seconds=float(attention.max(axis=1).mean()),
+        attention_mean_seconds=float(attention.mean()),
+        other_seconds=float(other.max(axis=1).mean()),
+        other_mean_seconds=float(other.mean()),
+        exchange_seconds=float(waited.max(axis=1).mean()),
+        exchange_mean_seconds=float(waited.mean()),
+        idle=float(1.0 - busy_share.mean()),
+        tokens_per_second=float(tokens / seconds.sum()),
+        mfu=float(flops / seconds.sum() / gpus / setup.profile.peak_flops),
+        bytes_bottleneck=float(np.mean([step.bytes_bottleneck for step in steps])),
+        tokens_most=max(step.tokens_most for step in steps),
+        rows_bytes=rows_bytes,
+        state_bytes=state_bytes,
+        documents_cut=documents_cut,
+        mixing_seconds=float(np.mean([step.mixing.max() for step in steps])),
+        mixing_mean_seconds=float(np.mean([step.mixing.mean() for step in steps])),
+        mixing_runs=float(np.mean([step.mixing_runs for step in steps])),
+        mixing_bytes=float(np.mean([step.mixing_bytes for step in steps])),
+    )
+
+
+def _best_plain(strategies: Iterable[StrategyFigures]) -> StrategyFigures:
+    """Return the fastest strategy without plans of those that cut the fewest documents.
+
+    Strategies that cut more documents train on other data.
+    """
+    without_plans = [figures for figures in strategies if figures.document_layout is None]
+    return min(without_plans, key=lambda figures: (figures.documents_cut, figures.step_seconds))
+
+
+def _best_planned(strategies: Mapping[str, StrategyFigures]) -> StrategyFigures:
+    """Return what plans by default; or the fastest planned strategy, if that pays.
+
+    Strategies with servers have more GPUs and do not count. Users change a setting only where it
+    pays.
+
+    Args:
+        strategies: figures by the name of the strategy.
+    """
+    same_gpus = [
+        figures
+        for figures in strategies.values()
+        if figures.document_layout is not None and not figures.servers
+    ]
+    fastest = min(same_gpus, key=lambda figures: figures.step_seconds)
+    default = strategies[CHOSEN]
+    pays = default.step_seconds / fastest.step_seconds >= NOT_WORTH
+    return fastest if pays else default
 
 
 def too_long_advice(lengths: IntArray, capacity: int) -> str:
     """Return the advice on documents that are longer than all ranks hold."""
     count = int((lengths > capacity).sum())
-    of_lengths = {"documents": len(lengths), "longest": int(lengths.max()), "tokens": capacity}
-    return TOO_LONG.format(count=count, are="is" if count == 1 else "are", **of_lengths)
+    return TOO_LONG.format(
+        count=count,
+        are="is" if count == 1 else "are",
+        documents=len(lengths),
+        longest=int(lengths.max()),
+        tokens=capacity,
+    )
 
 
 def _as_drawn(
@@ -290,51 +373,47 @@ def _as_drawn(
 
 
 def advice(
-    every: Sequence[StrategyFigures],
-    by_plain: StrategyFigures,
-    by_plan: StrategyFigures,
+    strategies: Sequence[StrategyFigures],
+    plain: StrategyFigures,
+    planned: StrategyFigures,
     tokens_per_rank: int,
 ) -> Iterator[str]:
-    """Yield sentences of advice from the figures of every strategy.
+    """Yield sentences of advice from the figures of all strategies.
 
-    The figures of two strategies are compared.
+    Args:
+        plain, planned: the two strategies that are compared.
     """
-    gain = by_plain.step_seconds / by_plan.step_seconds
-    speed = f"{gain:.2f}× the speed of {by_plain.name}, the best other strategy."
+    gain = plain.step_seconds / planned.step_seconds
+    speed = f"{gain:.2f}× the speed of {plain.name}, the best other strategy."
     if gain < NOT_WORTH:
-        share = by_plan.attention_mean_seconds / by_plan.step_seconds
+        share = planned.attention_mean_seconds / planned.step_seconds
         yield (
             f"No gain expected: {speed} Core attention is {share:.0%} of a step. Longer documents "
             "beside short ones would gain more."
         )
     else:
-        layout = (
-            ""
-            if by_plan.document_layout == "auto"
-            else f"document_layout={by_plan.document_layout!r}, "
-        )
+        layout = ""
+        if planned.document_layout != "auto":
+            layout = f"document_layout={planned.document_layout!r}, "
         yield f"{speed} Set {layout}tokens_per_rank={tokens_per_rank}."
-    waits = by_plan.exchange_seconds / by_plan.step_seconds
+    waits = planned.exchange_seconds / planned.step_seconds
     if waits > MOST_WAITS:
         yield (
             f"Ranks wait {waits:.0%} of a step for exchanges. A larger tokens_per_rank hides more "
             "of them behind computation."
         )
-        if by_plan.document_layout != "auto":
+        if planned.document_layout != "auto":
             yield "A larger balance_tolerance moves fewer rows."
-    if by_plain.documents_cut > by_plan.documents_cut:
+    if plain.documents_cut > planned.documents_cut:
         yield (
-            f"Every other strategy cuts documents: {by_plain.name} cuts "
-            f"{by_plain.documents_cut:.1%} of them. A document that is cut trains on less "
+            f"Every other strategy cuts documents: {plain.name} cuts "
+            f"{plain.documents_cut:.1%} of them. A document that is cut trains on less "
             "context."
         )
-    fastest = min(
-        (each for each in every if each.document_layout is None), key=lambda each: each.step_seconds
-    )
-    if (
-        fastest.documents_cut > by_plain.documents_cut
-        and fastest.step_seconds < by_plain.step_seconds
-    ):
+    without_plans = [figures for figures in strategies if figures.document_layout is None]
+    fastest = min(without_plans, key=lambda figures: figures.step_seconds)
+    cuts_more = fastest.documents_cut > plain.documents_cut
+    if cuts_more and fastest.step_seconds < plain.step_seconds:
         yield (
             f"{fastest.name} takes {fastest.step_seconds:.3f} s a step, but it cuts "
             f"{fastest.documents_cut:.1%} of the documents. The comparison leaves it out, because "

@@ -17,7 +17,7 @@ from hf_distca.planner.bin_packing import Bins, largest_first
 from hf_distca.planner.micro_batch import plan_micro_batch
 from hf_distca.planner.servers import plan_with_servers
 from hf_distca.planner.settings import Choices, PlanSettings
-from hf_distca.predict.counts import count_plans
+from hf_distca.predict.counts import count_nano_batches
 from hf_distca.predict.mixing import count_cuts
 from hf_distca.predict.seconds import DIAGONAL_ROWS, FloatArray, Tasks
 from hf_distca.predict.setup import Setup
@@ -63,7 +63,7 @@ def all_strategies(setup: Setup, settings: PlanSettings, servers: int) -> tuple[
     Each that plans sets its own layout, and one uses servers if any.
     """
 
-    def in_groups(context: int) -> Callable[[IntArray], tuple[StepTime, None]]:
+    def context_parallel_step(context: int) -> Callable[[IntArray], tuple[StepTime, None]]:
         return lambda lengths: (data_and_context_parallel(lengths, setup, context), None)
 
     strategies = [Strategy(PLAIN, lambda lengths: (plain(lengths, setup), None))]
@@ -74,20 +74,22 @@ def all_strategies(setup: Setup, settings: PlanSettings, servers: int) -> tuple[
             if context > 1
             else "whole documents balanced"
         )
-        strategies.append(Strategy(name, in_groups(context), context))
+        strategies.append(Strategy(name, context_parallel_step(context), context))
         context *= 2
 
+    def add_planned(name: str, layout: str, plan_settings: PlanSettings, servers: int = 0) -> None:
+        step = partial(planned, setup=setup, settings=plan_settings, servers=servers)
+        strategies.append(Strategy(name, step, document_layout=layout, servers=servers))
+
     layouts = ("whole",) if settings.document_layout == "whole" else ("fixed", "joint")
-    of_layouts = [(layout, replace(settings, document_layout=layout)) for layout in layouts]
-    plans = [(f"hf_distca, {layout}", layout, given, 0) for layout, given in of_layouts]
-    plans.append(
-        (CHOSEN, "auto", replace(settings, choices=Choices.beside(settings, setup.costs)), 0)
-    )
+    for layout in layouts:
+        add_planned(f"hf_distca, {layout}", layout, replace(settings, document_layout=layout))
+    choices = Choices.beside(settings, setup.costs)
+    add_planned(CHOSEN, "auto", replace(settings, choices=choices))
     if servers:
-        plans.append((f"hf_distca, {layouts[-1]}, {servers} servers", *of_layouts[-1], servers))
-    for name, layout, given, helpers in plans:
-        step = partial(planned, setup=setup, settings=given, servers=helpers)
-        strategies.append(Strategy(name, step, document_layout=layout, servers=helpers))
+        layout = layouts[-1]
+        name = f"hf_distca, {layout}, {servers} servers"
+        add_planned(name, layout, replace(settings, document_layout=layout), servers)
     return tuple(strategies)
 
 
@@ -173,18 +175,17 @@ def step_of_plan(
     nodes = list(settings.node_of_ranks)
     nodes += [max(nodes) + 1 + server for server in range(servers)]
     layouts = [nano_batch.layout for nano_batch in plan.nano_batches]
-    counted = [
-        count_plans(nano_batch.plans, settings.bytes_per_value, nodes)
-        for nano_batch in plan.nano_batches
-    ]
+    counts = count_nano_batches(plan.nano_batches, settings.bytes_per_value, nodes)
 
     # 1. The seconds, and the bytes of a layer of the kind of attention that moves the most.
-    walked = predict_step(counted, layouts, costs, nodes)
+    walked = predict_step(counts, layouts, costs, nodes)
     bytes_bottleneck = 0
     for kind in settings.kinds:
         # [2, workers] bytes sent and received over all links, all nano-batches together
-        moved = np.sum([counts[kind].forward_bytes.sum(axis=0) for counts in counted], axis=0)
-        bytes_bottleneck = max(bytes_bottleneck, int(moved.max()))
+        forward_bytes = np.sum(
+            [counts_of_kinds[kind].forward_bytes.sum(axis=0) for counts_of_kinds in counts], axis=0
+        )
+        bytes_bottleneck = max(bytes_bottleneck, int(forward_bytes.max()))
     tokens_most = int(plan.tokens.max())
     step = StepTime(**vars(walked), bytes_bottleneck=bytes_bottleneck, tokens_most=tokens_most)
     if costs.mixing is None:
@@ -199,15 +200,18 @@ def step_of_plan(
     return replace(step, mixing_runs=int(runs.max()), mixing_bytes=mixing_bytes)
 
 
-def _cut(lengths: IntArray, most: int) -> tuple[list[int], int]:
-    """Cut documents into pieces of at most `most` tokens.
+def _cut(lengths: IntArray, piece_tokens: int) -> tuple[list[int], int]:
+    """Cut documents into pieces of at most `piece_tokens` tokens.
 
     Return the pieces and the number of cut documents.
     """
     pieces: list[int] = []
     for length in lengths.tolist():
-        pieces += [most] * (length // most) + ([length % most] if length % most else [])
-    return pieces, int((lengths > most).sum())
+        full_pieces, remaining_tokens = divmod(length, piece_tokens)
+        pieces += [piece_tokens] * full_pieces
+        if remaining_tokens:
+            pieces.append(remaining_tokens)
+    return pieces, int((lengths > piece_tokens).sum())
 
 
 def on_ranks(
@@ -237,8 +241,8 @@ def on_ranks(
     gathered = np.zeros(len(groups))
     bytes_bottleneck = 0.0
     if context > 1:
-        inside = context <= max(node_sizes(setup.ranks, setup.ranks_per_node))
-        link = setup.profile.links.within if inside else setup.profile.links.between
+        fits_in_node = context <= max(node_sizes(setup.ranks, setup.ranks_per_node))
+        link = setup.profile.links.within if fits_in_node else setup.profile.links.between
         for kind_costs in costs.kinds:
             row_bytes = RowBytes.of_kind(kind_costs.kind, setup.profile.bytes_per_value)
             received = tokens * (context - 1) * row_bytes.kv

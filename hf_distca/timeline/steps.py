@@ -69,7 +69,7 @@ def read_traces(paths: Sequence[Path]) -> dict[str, Any]:
             differ.
         OSError: a file cannot be read.
     """
-    joined: list[dict[str, Any]] = []
+    all_events: list[dict[str, Any]] = []
     worlds: set[int] = set()
     paths_by_rank: dict[int, Path] = {}
     clock_error_us = 0.0
@@ -93,23 +93,23 @@ def read_traces(paths: Sequence[Path]) -> dict[str, Any]:
                     "rank"
                 )
             paths_by_rank[rank] = path
-        joined += events
+        all_events += events
     if len(worlds) != 1:
         raise ValueError(
             f"the traces come from trainings with {sorted(worlds)} ranks, which cannot be joined; "
             "give the files of one training"
         )
     header = {"ranks": worlds.pop(), "clock_error_us": clock_error_us}
-    return {"traceEvents": joined, "displayTimeUnit": "ms", "otherData": header}
+    return {"traceEvents": all_events, "displayTimeUnit": "ms", "otherData": header}
 
 
-def steps_of(joined: dict[str, Any]) -> dict[str, list[RankStep]]:
+def steps_of(trace: dict[str, Any]) -> dict[str, list[RankStep]]:
     """Return the steps that all ranks share, by name, in order of time.
 
-    `joined` comes from `read_traces`.
+    `trace` comes from `read_traces`.
     """
-    steps: dict[int, dict[str, RankStep]] = {event["pid"]: {} for event in joined["traceEvents"]}
-    slices = [event for event in joined["traceEvents"] if event["ph"] == "X"]
+    steps: dict[int, dict[str, RankStep]] = {event["pid"]: {} for event in trace["traceEvents"]}
+    slices = [event for event in trace["traceEvents"] if event["ph"] == "X"]
     # A slice belongs to the last step that began before it. A step comes before slices that begin
     # at the same time.
     for event in sorted(slices, key=lambda event: (event["ts"], event["cat"] != "step")):
@@ -142,11 +142,11 @@ def runs(
     middles = begin + (np.arange(count) + 0.5) * (end - begin) / count
     cells = np.full(count, activities.index(None))
     for start, stop, activity in [(step.begin, step.end, "other"), *step.stretches]:
-        first, last = np.searchsorted(middles, (start, stop))
-        cells[first:last] = activities.index(activity)
+        first_cell, last_cell = np.searchsorted(middles, (start, stop))
+        cells[first_cell:last_cell] = activities.index(activity)
     ends = [0, *(np.flatnonzero(np.diff(cells)) + 1).tolist(), count]
-    for first, last in pairwise(ends):
-        yield first, last, activities[cells[first]]
+    for first_cell, last_cell in pairwise(ends):
+        yield first_cell, last_cell, activities[cells[first_cell]]
 
 
 def svg_of(name: str, steps: Sequence[RankStep]) -> str:

@@ -57,8 +57,8 @@ class DistCAPaddedArguments(DistCAConfig, _Arguments):
         check((LOSES_DEEPSPEED,), self)
         join_on_cpu(self)
         move_default(self)
-        of_trainer: Any = super(DistCAConfig, self)
-        of_trainer.__post_init__()
+        parent: Any = super(DistCAConfig, self)
+        parent.__post_init__()
         check(self._refused, self)
 
     def serve_if_server(self) -> None:
@@ -81,8 +81,8 @@ class DistCAPaddedArguments(DistCAConfig, _Arguments):
         A server serves here, before TrainingArguments looks up the world.
         """
         self.serve_if_server()
-        of_trainer: Any = super()
-        device: torch.device = of_trainer._setup_devices
+        parent: Any = super()
+        device: torch.device = parent._setup_devices
         check((NOT_CONNECTED,), ProcessCounts.of_this_process())
         share_on_cpu(self)
         return device

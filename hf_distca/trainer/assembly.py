@@ -208,9 +208,9 @@ def warn_of_kernels(model: PreTrainedModel, device: torch.device) -> None:
 def gathers_whole_layers(
     model: PreTrainedModel, config: DistCAConfig, dispatcher: Dispatcher, accelerator: Accelerator
 ) -> bool:
-    """Return whether ZeRO-3 gathers decoder layers as wholes.
+    """Return whether ZeRO-3 gathers the weights of a whole decoder layer before the layer runs.
 
-    Otherwise it gathers their modules one after another.
+    Without changes to its layers, a model gathers the weights of one module at a time.
     """
     divided = dispatcher.settings.ping_pong or config.mlp_chunk_rows or mixing_layers(model)
     return bool(divided) and parallel.gathers_parameters(accelerator)

@@ -107,11 +107,14 @@ def _measured_profile(
 
     # 1. The profile of an earlier run, if it was measured in the same way. Ranks that share layers
     #    belong to several groups of ranks, and need the same plans: the first rank's file counts.
-    kept = None if folder is None else _kept_profile(folder / PROFILE_FILE, warns=is_first)
-    same = kept if kept is not None and kept.source == source else None
-    agreed: DeviceProfile | None = groups.all_gather(same, in_world=True)[0]
-    if agreed is not None:
-        return agreed
+    kept_profile = None
+    if folder is not None:
+        kept_profile = _kept_profile(folder / PROFILE_FILE, warns=is_first)
+    if kept_profile is not None and kept_profile.source != source:
+        kept_profile = None
+    first_profile: DeviceProfile | None = groups.all_gather(kept_profile, in_world=True)[0]
+    if first_profile is not None:
+        return first_profile
 
     # 2. Each rank measures its device, and all ranks together measure their links.
     profile = measured_profile(
@@ -290,10 +293,10 @@ class LearnedCosts(TrainerCallback):
         if self._choices is None:
             return
         groups = self._dispatcher.groups
-        kept: Corrections | None = None
+        corrections: Corrections | None = None
         if folder is not None and groups.members[groups.rank] == 0:
-            kept = _kept_corrections(folder / CORRECTIONS_FILE, self._choices.costs)
-        self._correct(groups.all_gather(kept or Corrections(), in_world=True)[0])
+            corrections = _kept_corrections(folder / CORRECTIONS_FILE, self._choices.costs)
+        self._correct(groups.all_gather(corrections or Corrections(), in_world=True)[0])
 
 
 def _kept_corrections(file: Path, costs: StepCosts) -> Corrections | None:

@@ -122,14 +122,16 @@ GIB = 2**30
 
 
 def predicted_attention(
-    layers: Mapping[AttentionKind, int], plans: Sequence[MicroBatchPlan], seen: Sequence[float]
+    layers: Mapping[AttentionKind, int],
+    plans: Sequence[MicroBatchPlan],
+    measured_seconds: Sequence[float],
 ) -> float:
     """Return the predicted seconds of core attention on the busiest rank.
 
     Args:
         layers: number of layers of each kind of attention.
         plans: of micro-batches that have run.
-        seen: [ranks] seconds measured in the kernels of each rank for these micro-batches.
+        measured_seconds: [ranks] seconds in the kernels of each rank for these micro-batches.
     """
     choices = _choices(plans)
     if choices is not None:
@@ -137,13 +139,13 @@ def predicted_attention(
     # Without a prediction, the busiest rank takes its share of the time of all ranks: by query-key
     # pairs, weighted by the width of the heads. Workers beyond the ranks are servers, whose number
     # changes.
-    work = np.zeros(len(seen))  # [ranks]
+    work = np.zeros(len(measured_seconds))  # [ranks]
     for plan in plans:
         for nano_batch in plan.nano_batches:
             for kind, kind_plan in nano_batch.plans.items():
                 width = layers[kind] * kind.q_heads * (kind.dim_qk + kind.dim_v)
-                work += loads_of(kind_plan)[: len(seen)].astype(np.float64) * width
-    return float(sum(seen) * np.max(work) / max(np.sum(work), 1.0))
+                work += loads_of(kind_plan)[: len(measured_seconds)].astype(np.float64) * width
+    return float(sum(measured_seconds) * np.max(work) / max(np.sum(work), 1.0))
 
 
 def _choices(plans: Sequence[MicroBatchPlan]) -> list[PlanChoice] | None:
@@ -241,9 +243,9 @@ class StepMeter(TrainerCallback):
         return np.array([time.perf_counter(), seconds("wait"), seconds("kernel")])
 
     def compare_with(self, costs: LearnedCosts) -> None:
-        """Also report how long steps take, beside what these costs predict.
+        """Also report predicted and measured seconds of steps, by these costs.
 
-        Call it where steps compute nothing but the plans.
+        Call it only where steps compute nothing besides the planned micro-batches.
         """
         self._costs = costs
 
@@ -278,7 +280,7 @@ class StepMeter(TrainerCallback):
         return figures
 
     def _measured(self) -> "_Measured":
-        """Return what ranks measured since figures were last returned. A collective."""
+        """Return the times and counts of all ranks since the last log. A collective."""
         elapsed, waits, attention = (self._seconds() - self._since).tolist()
         measured_by_ranks = self._dispatcher.groups.all_gather(
             (waits, attention, self._padded_rows)
@@ -371,7 +373,7 @@ class StepMeter(TrainerCallback):
 
 
 class _Measured(NamedTuple):
-    """What ranks measured since figures were last returned."""
+    """Times and counts of all ranks since the last log."""
 
     elapsed: float  # seconds
     waits: Sequence[float]  # [ranks] seconds in waits for rows
@@ -381,7 +383,7 @@ class _Measured(NamedTuple):
 
 
 def _mean(values: Iterable[float]) -> float:
-    """Return the mean of values, of which there is at least one."""
+    """Return the mean of at least one value."""
     listed = list(values)
     return sum(listed) / len(listed)
 

@@ -86,10 +86,10 @@ def optimizer_named_in(config: Mapping[str, Any]) -> Optimizer | None:
 
 
 def why_not_on_shards(optimizer: Optimizer, mesh: DeviceMesh | None, device: torch.device) -> str:
-    """Return why an optimizer's step on shards is not its step on whole weights; "" if it is.
+    """Return why an optimizer steps otherwise on shards than on whole weights; "" if alike.
 
-    Small weights take the place of the optimizer's weights for some steps. This is a collective
-    call of `mesh`.
+    The optimizer makes some steps on small weights, once whole and once as shards. A collective
+    of `mesh`.
 
     Args:
         mesh: Ranks among which FSDP2 divides the rows of weights, as DTensors. None stands for flat
@@ -124,7 +124,7 @@ def why_not_on_shards(optimizer: Optimizer, mesh: DeviceMesh | None, device: tor
 
 
 def _shard_places(mesh: DeviceMesh | None) -> list[Place]:
-    """Return what makes each shard of a small weight.
+    """Return functions from a small weight to its shards, one function for each shard.
 
     FSDP2 divides rows into a DTensor. ZeRO and FSDP1 cut the flat weight in two.
     """

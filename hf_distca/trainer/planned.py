@@ -140,10 +140,10 @@ class PlannedTraining(_Trainer):
                 self.pool.close()
 
     def _prepare_training(self, checkpoint: str | None) -> None:
-        """Check the data, and find the place in it where a checkpoint goes on. A collective."""
+        """Check the data, and find the place from which a resumed training reads. A collective."""
 
     def _end_training(self) -> None:
-        """Let go of what a training held, also after an error."""
+        """Release what a training used, also after an error."""
 
     def close(self) -> None:
         """Close this trainer's process groups, at the same point on every rank.
@@ -199,7 +199,7 @@ class PlannedTraining(_Trainer):
         self._at("the backward of step {step}")
 
     def _log_choice(self, plan: MicroBatchPlan) -> None:
-        """Log once what the planner chose."""
+        """Log the planner's choice of the first micro-batch."""
         is_first_process = self.args.process_index == 0
         if not self._has_logged_choice and is_first_process and self.args.world_size > 1:
             log_choice(plan, self.args, self.dispatcher.groups.ranks)
@@ -269,7 +269,7 @@ class PlannedTraining(_Trainer):
             super()._save_checkpoint(model, trial, *args, **kwargs)
 
     def _save_place(self, folder: Path) -> None:
-        """Save, in the folder of a checkpoint, the place in the data and what was learned."""
+        """Save the place in the data, and corrected costs, in the folder of a checkpoint."""
 
     def save_model(
         self, output_dir: str | None = None, _internal_call: bool = False, **kwargs: Any

@@ -12,6 +12,7 @@ Shape suffixes: T rows of this rank, C rows of a chunk, V vocabulary; 1 is a bat
 
 from collections import ChainMap
 from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -139,15 +140,15 @@ class Predictions:
 
     def see(self, logits_CV: Tensor) -> None:
         """Give the next rows' logits to the function, document by document."""
-        first, past = self._seen, self._seen + len(logits_CV)
-        self._seen = past
+        chunk_begin = self._seen
+        chunk_end = chunk_begin + len(logits_CV)
+        self._seen = chunk_end
         for document, start, begin, end in self._segments:
-            low, high = max(first, begin), min(past, end)
+            low = max(chunk_begin, begin)
+            high = min(chunk_end, end)
             if low < high and self._error is None:
-                logits_1CV, label_1C = (
-                    logits_CV[None, low - first : high - first],
-                    self._label_T[None, low:high],
-                )
+                logits_1CV = logits_CV[None, low - chunk_begin : high - chunk_begin]
+                label_1C = self._label_T[None, low:high]
                 try:
                     result = self._result(logits_1CV, label_1C)
                 except Exception as error:  # of the user's function: all ranks raise it together
@@ -167,9 +168,9 @@ class Predictions:
             for leaf in tree_leaves(result):
                 shape = tuple(leaf.shape) if isinstance(leaf, Tensor) else None
                 if shape is None or shape[:2] != expected:
-                    what = type(leaf).__name__ if shape is None else f"the shape {list(shape)}"
+                    found = type(leaf).__name__ if shape is None else f"the shape {list(shape)}"
                     raise Run.OTHER_ROWS.error(
-                        function=FUNCTION, what=what, logits=list(logits_1CV[:, rows].shape)
+                        function=FUNCTION, what=found, logits=list(logits_1CV[:, rows].shape)
                     )
             return result
 
@@ -183,9 +184,9 @@ class Predictions:
                 strict=True,
             )
             for leaf, halves in zip(tree_leaves(result), parts, strict=True):
-                joined = torch.cat(halves, dim=1)
+                rejoined = torch.cat(halves, dim=1)
                 is_same = torch.allclose(
-                    leaf.float(), joined.float(), rtol=1e-2, atol=1e-3, equal_nan=True
+                    leaf.float(), rejoined.float(), rtol=1e-2, atol=1e-3, equal_nan=True
                 )
                 if not is_same:
                     raise Run.NOT_BY_ROWS.error(function=FUNCTION)
@@ -216,19 +217,16 @@ class Predictions:
         They are [documents, longest, ...], with -100 beyond a document's end. Labels are unshifted,
         as in a data set. The first token of a document has the label -100: nothing predicts it.
         """
-        pieces: Sequence[Piece] = [
-            piece for held in self._groups.all_gather(self._pieces) for piece in held
-        ]
+        pieces: Sequence[Piece] = list(chain(*self._groups.all_gather(self._pieces)))
         longest = max(piece.start + len(piece.targets) for piece in pieces)
 
         def join(*values_of_pieces: NDArray[Any]) -> NDArray[Any]:
-            first = values_of_pieces[0]
-            joined = np.full(
-                (self._documents, longest, *first.shape[2:]), IGNORED_TARGET, first.dtype
-            )
+            example = values_of_pieces[0]
+            shape = (self._documents, longest, *example.shape[2:])
+            documents = np.full(shape, IGNORED_TARGET, example.dtype)
             for piece, values in zip(pieces, values_of_pieces, strict=True):
-                joined[piece.document, piece.start : piece.start + values.shape[1]] = values[0]
-            return joined
+                documents[piece.document, piece.start : piece.start + values.shape[1]] = values[0]
+            return documents
 
         labels = np.full((self._documents, longest + 1), IGNORED_TARGET, np.int64)
         for piece in pieces:

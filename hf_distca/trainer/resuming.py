@@ -146,9 +146,12 @@ def _collated_order(args: Any, dataset: Any, ranks: int) -> DataOrder:
 def chosen_order(
     order: DataOrder, trainer: Any, dispatcher: Dispatcher, loaders: PackedLoaders
 ) -> DataOrder:
-    """Return the order of a new training: for whole ranks where such micro-batches pay.
+    """Return the order in which a new training draws its documents. A collective of the world.
 
-    A collective of the world.
+    Micro-batches hold documents that fit into whole ranks if steps are then predicted to be faster.
+
+    Args:
+        order: order without that choice.
     """
     args = trainer.args
     dataset = trainer.train_dataset
@@ -209,7 +212,7 @@ class DataProgress:
         self._step_at_start = step
 
     def place(self, step: int) -> DataPlace:
-        """Return the place after so many completed steps of the whole run."""
+        """Return the place in the data after a number of completed steps of the run."""
         step_at_start = step if self._step_at_start is None else self._step_at_start
         steps_since_start = step - step_at_start
         return self.start._replace(steps=self.start.steps + steps_since_start)

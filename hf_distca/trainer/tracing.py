@@ -106,17 +106,21 @@ class StepTracer(TrainerCallback):
         # rank's entry lies between the rank's own entering and leaving. Each rank takes its leaving
         # for zero, so ranks differ by no more than the longest of these times.
         groups = self._dispatcher.groups
-        rounds = []
+        durations = []  # of each round, on this rank
+        ends = []
         for _ in range(ROUNDS):
-            entered = time.perf_counter()
+            begin = time.perf_counter()
             groups.meet()
-            rounds.append((entered, time.perf_counter()))
+            end = time.perf_counter()
+            durations.append(end - begin)
+            ends.append(end)
         offset, error = self._dispatcher.recorder.clock()
-        mine = [left - entered for entered, left in rounds]
-        times_of_ranks, errors = zip(*groups.all_gather((mine, error), in_world=True), strict=True)
-        longest = [max(times) for times in zip(*times_of_ranks, strict=True)]
-        best = longest.index(min(longest))
-        return rounds[best][1] + offset, longest[best] + max(errors)
+        rank_durations, rank_errors = zip(
+            *groups.all_gather((durations, error), in_world=True), strict=True
+        )
+        longest = [max(durations) for durations in zip(*rank_durations, strict=True)]
+        quickest = longest.index(min(longest))
+        return ends[quickest] + offset, longest[quickest] + max(rank_errors)
 
     def _write(self) -> None:
         groups, rank = self._dispatcher.groups, self._args.process_index

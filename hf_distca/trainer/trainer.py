@@ -15,12 +15,12 @@ from hf_distca.trainer.mixin import DistCAMixin
 from hf_distca.trainer.refusals import LOADED_ALREADY
 
 
-def with_tokens(named: Mapping[str, Any], model: Any) -> dict[str, Any]:
+def with_tokens(given_arguments: Mapping[str, Any], model: Any) -> dict[str, Any]:
     """Return a trainer's arguments with tokens for text.
 
     `processing_class` makes the tokens, or the tokenizer of a named model.
     """
-    arguments = dict(named)
+    arguments = dict(given_arguments)
     args = arguments["args"]
     field = getattr(args, "dataset_text_field", "text")
 
@@ -95,11 +95,16 @@ class DistCATrainer(DistCAMixin, Trainer):
       tokenized as they are read.
     """
 
-    def _prepare_arguments(self, named: dict[str, Any]) -> dict[str, Any]:
-        check((LOADED_ALREADY,), named)
-        model = named.get("model")
+    def _prepare_arguments(self, arguments: dict[str, Any]) -> dict[str, Any]:
+        check((LOADED_ALREADY,), arguments)
+        model = arguments.get("model")
         if isinstance(model, str):
-            chosen: Any = getattr(named["args"], "model_init_kwargs", None) or {}
-            chosen = {"attn_implementation": ATTENTION_NAME, "dtype": "float32", **chosen}
-            named = {**named, "model": AutoModelForCausalLM.from_pretrained(model, **chosen)}
-        return named if named.get("data_collator") is not None else with_tokens(named, model)
+            options: Any = getattr(arguments["args"], "model_init_kwargs", None) or {}
+            options = {"attn_implementation": ATTENTION_NAME, "dtype": "float32", **options}
+            arguments = {
+                **arguments,
+                "model": AutoModelForCausalLM.from_pretrained(model, **options),
+            }
+        if arguments.get("data_collator") is not None:
+            return arguments
+        return with_tokens(arguments, model)

@@ -223,6 +223,22 @@ def test_a_stage_in_which_nothing_crosses_beside_others_that_are_forwarded():
             assert len(buffer.received[0]) >= sum(route.received)
 
 
+@pytest.mark.parametrize(
+    ("rank", "direct", "forwarded"), [(0, 0, 0), (1, 2, 0), (2, 2, 2), (3, 4, 2)]
+)
+def test_gradients_of_received_keys_have_a_row_for_each_row_of_both_hops(rank, direct, forwarded):
+    # Each rank has two rows of a document and reads all rows before them. Both ranks of node 1 read
+    # the four rows of node 0: two rows cross to each, which forwards them to the other.
+    tasks = np.array([(0, 2 * rank, 2 * rank + 2, rank) for rank in range(4)], TASK)
+    plan = Plan(fixed_layout([[8]], 4), tasks, 4, nodes=(0, 0, 1, 1))
+    routes = BoundRoutes(plan, rank, "alone", IndexBuffer(CPU))
+    (route,) = routes.keys
+    assert sum(route.received) == direct
+    assert sum(route.forwarded.received) == forwarded
+    assert routes.gradients["dk", 0].rows == direct + forwarded
+    assert routes.gradients["dv", 0].rows == direct + forwarded
+
+
 def test_rows_of_a_transfer_there_and_back():
     # Rank 0 computes rows 8 to 12 of rank 1; rank 1 computes the others of its rows, and reads all
     # of rank 0.

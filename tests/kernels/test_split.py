@@ -87,7 +87,7 @@ def test_the_parts_are_slices_with_lengths_of_their_own_and_are_found_once():
     assert second.cu_q.tolist() == list(range(0, 4001, 100))
     assert second.cu_k.tolist() == list(range(0, 4041, 101))
     assert (first.max_q, first.max_k, second.max_q, second.max_k) == (32768, 32769, 100, 101)
-    assert task_ranges(shapes, Grid(by_q=1, by_k=0), heads=32) is found
+    assert task_ranges(shapes, Grid(q_factor=1, k_factor=0), heads=32) is found
     assert (
         len(task_ranges(shapes, OF_LONGEST_Q, heads=1)) == 1
     )  # another kind of attention, with fewer empty blocks

@@ -77,12 +77,12 @@ def test_a_document_goes_to_the_group_with_the_least_work(
     assert [group_documents.tolist() for group_documents in placing.documents] == documents
     assert placing.seconds.tolist() == seconds
     assert placing.slowest == max(seconds)
-    assert placing.left == ()
+    assert placing.unplaced == ()
 
 
 def test_what_no_group_has_room_for_is_cut_wherever_there_is_room():
     placing = placed([7, 7, 4], (1, 1), 9)
-    assert placing.left == (2,)
+    assert placing.unplaced == (2,)
     (nano,) = in_groups([7, 7, 4], placing, 9)
     segments = nano.layout.segments[["document", "start", "stop", "rank"]].tolist()
     assert segments == [(0, 0, 7, 0), (2, 0, 2, 0), (1, 0, 7, 1), (2, 2, 4, 1)]
@@ -241,7 +241,7 @@ def test_every_arrangement_is_a_plan_within_its_groups(drawn, nano_batches, even
             plan = nano.plans[kind]
             check_plan(plan)
             assert nano.layout.lengths.tolist() == lengths[nano.documents].tolist()
-            if not placing.left:
+            if not placing.unplaced:
                 for table, place in ((plan.tasks, "worker"), (nano.layout.segments, "rank")):
                     groups = {
                         (document, group_of[rank])

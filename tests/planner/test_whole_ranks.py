@@ -12,81 +12,110 @@ from hf_distca.planner.whole_ranks import fitting, whole_ranks_pay
 from hf_distca.predict.seconds import LinkCost
 from tests.planner.test_choose import FREE, KIND, SLOW, costs, exchanges
 
+FULL = [np.array([280] * 9)]
+FITTED = [np.array([280] * 8)]  # two documents of 280 on each of four ranks of 640
+
 
 def settings(link: LinkCost, ranks: int = 4, tokens: int = 640, **choices: bool) -> PlanSettings:
-    of_plans = PlanSettings(ranks, tokens, (KIND,), balance_block_size=4)
-    return replace(of_plans, choices=Choices(costs(link, link), **choices))
+    plan_settings = PlanSettings(ranks, tokens, (KIND,), balance_block_size=4)
+    return replace(plan_settings, choices=Choices(costs(link, link), **choices))
 
 
 @pytest.mark.parametrize(
-    ("lengths", "fitted"),
+    ("lengths", "tokens_per_rank", "fitted"),
     [
-        (
-            [3, 3, 3, 3, 3],
-            4,
-        ),  # the fifth has no room on a rank, but all ranks together have 4 tokens left
-        ([6, 4, 6, 4, 4], 5),  # only if 6 and 6 share a rank of 12
-        ([2, 2], 2),
+        # The fifth has no room on a rank, but all ranks together have 4 tokens left.
+        ([3, 3, 3, 3, 3], 8, 4),
+        ([6, 4, 6, 4, 4], 12, 5),  # only if 6 and 6 share a rank
+        ([2, 2], 8, 2),
     ],
 )
-def test_the_first_documents_that_fit_into_ranks(lengths, fitted):
-    tokens_per_rank = 12 if max(lengths) == 6 else 8
+def test_the_first_documents_that_fit_into_ranks(lengths, tokens_per_rank, fitted):
     assert fitting(np.array(lengths), 2, tokens_per_rank).tolist() == lengths[:fitted]
 
 
-def test_documents_are_drawn_for_whole_ranks_where_exchanges_are_slow():
-    full, fitted = (
-        [np.array([280] * 9)] * 2,
-        [np.array([280] * 8)] * 2,
-    )  # two of 280 fit on a rank of 640
-    assert whole_ranks_pay(full, fitted, settings(SLOW))
-    assert not whole_ranks_pay(full, fitted, settings(FREE))
-    assert not whole_ranks_pay(fitted, fitted, settings(SLOW))
-    # Ranks that are half empty take as long as full ones: links so fast that an exchange costs less
-    # than that.
-    assert not whole_ranks_pay(
-        [np.array([400] * 6)], [np.array([400] * 4)], settings(LinkCost(0.0, 1e6))
+# Whether micro-batches of whole ranks pay
+
+
+def test_they_pay_where_exchanges_are_slow():
+    assert whole_ranks_pay(FULL * 2, FITTED * 2, settings(SLOW))
+
+
+@pytest.mark.parametrize(
+    ("full", "fitted", "plan_settings"),
+    [
+        pytest.param(FULL * 2, FITTED * 2, settings(FREE), id="free-exchanges"),
+        pytest.param(FITTED * 2, FITTED * 2, settings(SLOW), id="full-ones-fit-too"),
+        # Ranks that are half empty take as long as full ones. The links are so fast that an
+        # exchange costs less than that.
+        pytest.param(
+            [np.array([400] * 6)],
+            [np.array([400] * 4)],
+            settings(LinkCost(0.0, 1e6)),
+            id="half-empty-ranks",
+        ),
+        pytest.param(
+            [np.array([641, 280, 280])], FITTED * 2, settings(SLOW), id="longer-than-a-rank"
+        ),
+        pytest.param(FULL * 2, FITTED * 2, settings(SLOW, groups=False), id="groups-are-set"),
+        pytest.param(
+            FULL * 2, FITTED * 2, replace(settings(SLOW), choices=None), id="nothing-is-chosen"
+        ),
+        pytest.param(
+            FULL * 2,
+            FITTED * 2,
+            replace(settings(SLOW), document_layout="whole"),
+            id="layout-is-set",
+        ),
+    ],
+)
+def test_they_do_not_pay(full, fitted, plan_settings):
+    assert not whole_ranks_pay(full, fitted, plan_settings)
+
+
+def test_documents_are_not_fitted_where_that_could_not_be_faster():
+    assert not whole_ranks_pay(FULL, iter([None]), settings(FREE))
+
+
+@pytest.mark.parametrize(("slowness", "speeds"), [((), 4.0), ((2.0, 1.0, 1.0, 1.0), 3.5)])
+@pytest.mark.parametrize(
+    ("full_ratio", "fitted_ratio", "pays"),
+    [(1.04, 0.5, False), (1.06, 1.0, True), (1.06, 1.02, False)],
+)
+def test_predicted_times_decide(monkeypatch, slowness, speeds, full_ratio, fitted_ratio, pays):
+    """Ratios are predicted times over the time of full micro-batches whose ranks never wait."""
+    plan_settings = settings(SLOW)
+    slowed_costs = replace(plan_settings.choices.costs, slowness=slowness)
+    choices = replace(plan_settings.choices, costs=slowed_costs)
+    # A document of 280 has 39,340 pairs.
+    computing_s = (3e-3 * 39_340 + 4e-4 * 280) / 280 / speeds
+    seconds_by_documents = {9: full_ratio * computing_s, 8: fitted_ratio * computing_s}
+    monkeypatch.setattr(
+        whole_ranks,
+        "_seconds_per_token",
+        lambda micro_batches, _: seconds_by_documents[len(micro_batches[0])],
     )
-    # Documents longer than a rank have to be cut, and settings that are set stay.
-    assert not whole_ranks_pay([np.array([641, 280, 280])], fitted, settings(SLOW))
-    assert not whole_ranks_pay(full, fitted, settings(SLOW, groups=False))
-    assert not whole_ranks_pay(full, fitted, replace(settings(SLOW), choices=None))
-    assert not whole_ranks_pay(full, fitted, replace(settings(SLOW), document_layout="whole"))
+    assert whole_ranks_pay(FULL, FITTED, replace(plan_settings, choices=choices)) == pays
 
 
-def test_predicted_times_decide(monkeypatch):
-    full, fitted = [np.array([280] * 9)], [np.array([280] * 8)]
-    assert not whole_ranks_pay(full, full, settings(SLOW))  # waits for exchanges that are as long
-    assert not whole_ranks_pay(
-        full, iter([None]), settings(FREE)
-    )  # none could be faster, so they are not read
-    for slowness, speeds in (((), 4.0), ((2.0, 1.0, 1.0, 1.0), 3.5)):
-        of_ranks = settings(SLOW)
-        costs_of_ranks = replace(of_ranks.choices.costs, slowness=slowness)
-        of_ranks = replace(of_ranks, choices=replace(of_ranks.choices, costs=costs_of_ranks))
-        # A document of 280 has 39,340 pairs; if ranks never waited, a token of the full ones took
-        # so long:
-        computing_s = (3e-3 * 39_340 + 4e-4 * 280) / 280 / speeds
-        for full_s, fitted_s, pays in ((1.04, 0.5, False), (1.06, 1.0, True), (1.06, 1.02, False)):
-            seconds = {9: full_s * computing_s, 8: fitted_s * computing_s}
-            monkeypatch.setattr(
-                whole_ranks,
-                "_seconds_per_token",
-                lambda batches, _, of=seconds: of[len(batches[0])],
-            )
-            assert whole_ranks_pay(full, fitted, of_ranks) == pays, (slowness, full_s, fitted_s)
+# Plans of such micro-batches
 
 
 def test_documents_that_fit_into_ranks_only_with_unequal_work_stay_whole_there():
-    of_ranks = settings(SLOW, ranks=2, tokens=12)
-    plan = plan_micro_batch([6, 4, 6, 4, 4], of_ranks)
+    lengths = [6, 4, 6, 4, 4]
+    plan = plan_micro_batch(lengths, settings(SLOW, ranks=2, tokens=12))
     assert not exchanges(plan)
-    assert (plan.choice.group, plan.choice.nano_batches) == (1, 1)
-    (nano,) = plan.nano_batches
-    documents = {rank: set() for rank in range(2)}
-    for document, *_, rank, _ in nano.layout.segments.tolist():
-        documents[rank].add(document)
-    assert sorted(map(sorted, documents.values())) == [[0, 2], [1, 3, 4]]
+    assert plan.choice.group == 1
+    assert plan.choice.nano_batches == 1
+    (nano_batch,) = plan.nano_batches
+    segments = nano_batch.layout.segments
+    documents_of_ranks = [
+        np.unique(segments["document"][segments["rank"] == rank]).tolist() for rank in range(2)
+    ]
+    assert sorted(documents_of_ranks) == [[0, 2], [1, 3, 4]]
+
+
+def test_documents_are_cut_where_exchanges_are_free():
     assert exchanges(plan_micro_batch([6, 4, 6, 4, 4], settings(FREE, ranks=2, tokens=12)))
 
 

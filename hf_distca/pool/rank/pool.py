@@ -105,18 +105,18 @@ class Pool:
         present = listed.keys() - lost  # a lost server may come back as a new member
         self._lose(lost, "between steps; no call was running")
         self._lose(self.links.keys() - present, "it left the directory")
-        joined = sorted(present - self.links.keys())
-        if joined:
-            self._connect({server: listed[server] for server in joined})
+        new_servers = sorted(present - self.links.keys())
+        if new_servers:
+            self._connect({server: listed[server] for server in new_servers})
 
-    def _connect(self, joined: Mapping[int, ServerHello]) -> None:
+    def _connect(self, new_servers: Mapping[int, ServerHello]) -> None:
         """Connect to servers; those to which every rank has a link take part. A collective."""
         # 1. This rank tries to connect. A failure is final if another try would end alike.
         links: dict[int, ServerLink] = {}
         failures: dict[int, tuple[str, bool]] = {}
         hello = rank_hello(self._groups.rank, self.memory)
         connect_s = min(CONNECT_S, self.timeout_s)
-        for server, info in joined.items():
+        for server, info in new_servers.items():
             try:
                 links[server] = ServerLink(
                     info.host, info.port, self._token, hello, connect_s, self.timeout_s, self.memory
@@ -125,11 +125,11 @@ class Pool:
                 failures[server] = str(error), isinstance(error, MismatchError)
 
         # 2. Ranks learn of each other's failures, and of the servers on each other's hosts.
-        on_this_host = {server for server, link in links.items() if link.within_host}
-        states = self._groups.all_gather((failures, on_this_host))
+        servers_of_host = {server for server, link in links.items() if link.within_host}
+        states = self._groups.all_gather((failures, servers_of_host))
 
         # 3. Servers without a failure take part.
-        for server, info in joined.items():
+        for server, info in new_servers.items():
             reasons = [failures[server] for failures, _ in states if server in failures]
             name = f"{server} ({info.host}:{info.port}, {info.device})"
             if not reasons:
@@ -223,10 +223,11 @@ class Pool:
             self._directory.end()
             self._directory.close()
 
-    def _lose(self, servers: Set[int], what: str) -> None:
+    def _lose(self, servers: Set[int], consequence: str) -> None:
         """Go on without servers, the same on every rank.
 
-        The warning says `what` becomes of their tasks.
+        Args:
+            consequence: what becomes of their tasks, as the warning says.
         """
         for server in sorted(servers & self.links.keys()):
             link = self.links.pop(server)
@@ -238,7 +239,8 @@ class Pool:
             if self.links:
                 remaining = f"{len(self.links)} servers left"
             self._log(
-                f"lost attention server {server} at {link.name} ({reason}): {what}; {remaining}",
+                f"lost attention server {server} at {link.name} ({reason}): {consequence}; "
+                f"{remaining}",
                 logging.WARNING,
             )
 
@@ -268,7 +270,7 @@ class _PlanAtServers:
         rows: Mapping[str, Tensor],
     ) -> "_CallAtServers":
         memory = self.pool.memory
-        ids = {asked.server: self.servers[asked.server] for asked in servers}
+        ids = {server_rows.server: self.servers[server_rows.server] for server_rows in servers}
         # The server refuses a dtype that it does not know.
         dtype: Any = str(rows["q"].dtype).removeprefix("torch.")
         call_id = next(self.pool.call_ids)
@@ -283,18 +285,21 @@ class _PlanAtServers:
             dtype,
         )
         under_way = _CallAtServers(self.pool, work, rows["q"].device, ids)
-        for asked in servers:
-            link = self.pool.links.get(ids[asked.server])
-            if link is None or not asked.q_count + asked.k_count:
+        for server_rows in servers:
+            link = self.pool.links.get(ids[server_rows.server])
+            if link is None or not server_rows.q_count + server_rows.k_count:
                 continue  # the server is lost, or needs no rows of this rank
-            index = {"queries": asked.q_rows, "keys": asked.k_rows}
-            counts = {"queries": asked.q_count, "keys": asked.k_count}
-            staged, ready = memory.stage(
+            index = {"queries": server_rows.q_rows, "keys": server_rows.k_rows}
+            counts = {"queries": server_rows.q_count, "keys": server_rows.k_count}
+            staged_rows, ready = memory.stage(
                 [take(rows[spec.name], index[spec.rows]) for spec in call.request()]
             )
             results = {spec.name: memory.empty(spec, counts[spec.rows]) for spec in call.reply()}
             with suppress(LinkLost):  # the collection will find the link lost
-                under_way.asked[asked.server] = link, link.call(call, staged, results, ready)
+                under_way.requests[server_rows.server] = (
+                    link,
+                    link.call(call, staged_rows, results, ready),
+                )
         return under_way
 
     def repair(self, plan: Plan, kind: AttentionKind, lost: frozenset[int]) -> Plan:
@@ -313,11 +318,11 @@ class _CallAtServers:
     work: Work
     device: torch.device
     ids: Mapping[int, int]
-    asked: dict[int, tuple[ServerLink, Answer]] = field(default_factory=dict)
+    requests: dict[int, tuple[ServerLink, Answer]] = field(default_factory=dict)
 
     def collect(self) -> tuple[dict[int, dict[str, Tensor]], frozenset[int]]:
         recorder = self.pool.recorder
-        for server, (link, answer) in self.asked.items():
+        for server, (link, answer) in self.requests.items():
             with suppress(LinkLost):
                 reply = link.wait(answer, self.pool.timeout_s)
                 arrived = answer.arrived
@@ -330,7 +335,7 @@ class _CallAtServers:
         lost = frozenset(server for server, id in self.ids.items() if id in lost_ids)
         results = {
             server: self._on_device(answer.results)
-            for server, (_, answer) in self.asked.items()
+            for server, (_, answer) in self.requests.items()
             if server not in lost
         }
         return results, lost

@@ -35,6 +35,7 @@ from hf_distca.dispatch.recorder import NOT_MEASURED, Recorder, Work
 from hf_distca.dispatch.rows import IndexBuffer, RowSum
 from hf_distca.plan import Direction, Layout
 from hf_distca.plan.cuts import Chains, Halos, chains, halos
+from hf_distca.plan.intervals import row_counts
 
 
 class Packing(NamedTuple):
@@ -48,10 +49,8 @@ class BoundCuts:
     """Segments of one rank in a nano-batch, and what they exchange."""
 
     def __init__(self, layout: Layout, rank: int, buffer: IndexBuffer) -> None:
-        mine = layout.of_rank(rank)
-        self.sizes: tuple[int, ...] = tuple(
-            (mine["stop"] - mine["start"]).tolist()
-        )  # rows, in row order
+        # Rows of each segment, in row order.
+        self.sizes: tuple[int, ...] = tuple(row_counts(layout.of_rank(rank)).tolist())
         self._layout, self._rank, self._buffer = layout, rank, buffer
         self._halos: dict[int, BoundHalos] = {}
         self._packings: dict[tuple[int, ...], Packing] = {}
@@ -59,9 +58,10 @@ class BoundCuts:
     def bind(self, widths: Iterable[int]) -> None:
         """Make the tables of convolutions, of states, and of packed documents.
 
-        The convolutions read so many rows as `widths` says.
+        Layers read them later, where tables cannot be made.
 
-        Layers find them later, where tables cannot be made.
+        Args:
+            widths: rows before a row that convolutions read, one number for each kind of them.
         """
         for width in widths:
             self.halos(width)
@@ -102,20 +102,18 @@ class BoundHalos:
         self.rows = table.rows
         self.places_T = buffer.place(table.places)
         self.received_places_R = buffer.place(table.received_places)
-        self.local_rows, self.local_places = (
-            buffer.place(table.local_rows),
-            buffer.place(table.local_places),
-        )
+        self.local_rows = buffer.place(table.local_rows)
+        self.local_places = buffer.place(table.local_places)
         self.route = bound_route(table.messages, buffer)
-        local = len(table.places)
         # Gradients of local rows come from the rows themselves, from halos on this rank and on
         # other ranks.
-        rows_of = {
-            "rows": np.arange(local),
+        local_rows = len(table.places)
+        rows_of_sources = {
+            "rows": np.arange(local_rows),
             "local": table.local_rows,
             "ranks": table.messages.send_rows,
         }
-        self.sums = RowSum(rows_of, local, buffer)
+        self.sums = RowSum(rows_of_sources, local_rows, buffer)
         buffer.send()
 
 
@@ -234,7 +232,7 @@ class HaloExchange(_Exchange):
         return x_XC
 
     def begin_back(self, _ctx: Any, d_x_XC: Tensor) -> tuple[None]:
-        """Start the backward's exchange and return the gradients of what `receive` took."""
+        """Start the backward's exchange and return the gradients of `receive`'s arguments."""
         self._d_x_XC = d_x_XC
         self._start(
             self.bound.route, [d_x_XC.index_select(0, self.bound.received_places_R)], back=True
@@ -242,7 +240,7 @@ class HaloExchange(_Exchange):
         return (None,)
 
     def end_back(self) -> tuple[Tensor]:
-        """Finish the backward's exchange and return the gradients of what `send` took."""
+        """Finish the backward's exchange and return the gradients of `send`'s arguments."""
         bound, d_x_XC = self.bound, self._d_x_XC
         del self._d_x_XC
         (returned_RC,) = self._wait("backward")
@@ -275,10 +273,9 @@ class StateExchange(_Exchange):
         self.bound, self._shapes = bound, shapes
         # A, and B or the gradients of S_in, of all cut segments of this rank, while they are
         # exchanged.
-        self._own: list[Tensor] = []
-        self._states: Sequence[
-            Tensor
-        ] = ()  # S_in of this rank's continued segments, in the backward
+        self._sent_states: list[Tensor] = []
+        # S_in of this rank's continued segments, in the backward.
+        self._states: Sequence[Tensor] = ()
 
     def send(self, transitions: Sequence[Transition], anchors: Sequence[Tensor]) -> Tensor:
         """Start the exchange and return a token.
@@ -309,27 +306,32 @@ class StateExchange(_Exchange):
 
     def end(self, ctx: Any, rows: Tensor, *factors: Tensor | None) -> tuple[Tensor, ...]:
         """Finish the forward's exchange and return the results of `receive`."""
-        before = self.known
-        if before is None:
-            of_all, offsets = self._arrived("forward")
-            before = tuple(_chained(each, of_all, offsets) for each in self.bound.earlier if each)
+        states = self.known
+        if states is None:
+            all_factors, offsets = self._arrived("forward")
+            states = tuple(
+                _chained(earlier, all_factors, offsets) for earlier in self.bound.earlier if earlier
+            )
         if self._keeps:
-            self._kept.keep(self._key, tuple(state.detach() for state in before))
-        ctx.states = len(before)
-        ctx.save_for_backward(*before, *factors)
-        return rows, *before
+            self._kept.keep(self._key, tuple(state.detach() for state in states))
+        ctx.states = len(states)
+        ctx.save_for_backward(*states, *factors)
+        return rows, *states
 
-    def begin_back(self, ctx: Any, d_rows: Tensor, *d_before: Tensor) -> tuple[Tensor | None, ...]:
-        """Start the backward's exchange and return the gradients of what `receive` took."""
+    def begin_back(
+        self, ctx: Any, d_rows: Tensor, *d_given_states: Tensor
+    ) -> tuple[Tensor | None, ...]:
+        """Start the backward's exchange and return the gradients of `receive`'s arguments."""
         saved = ctx.saved_tensors  # unpacked once, as checkpoints want it
-        self._states, factors = saved[: ctx.states], saved[ctx.states :]
-        arrived = iter(d_before)
-        d_states = [next(arrived) if earlier else None for earlier in self.bound.earlier]
+        self._states = saved[: ctx.states]
+        factors = saved[ctx.states :]
+        gradients = iter(d_given_states)
+        d_states = [next(gradients) if earlier else None for earlier in self.bound.earlier]
         self._start_states(factors, d_states, d_rows, back=True)
         return d_rows, *[None] * len(factors)
 
     def end_back(self) -> list[Tensor | None]:
-        """Finish the backward's exchange and return the gradients of what `send` took."""
+        """Finish the backward's exchange and return the gradients of `send`'s arguments."""
         factors, d_states = self._arrived("backward")
         transposed = [factor.mT if factor.dim() == 3 else factor for factor in factors]
         states, self._states = iter(self._states), ()
@@ -341,8 +343,8 @@ class StateExchange(_Exchange):
             d_offsets.append(gradient)
             d_factor = None
             if state is not None and gradient is not None:
-                of_matrix = factors[0].dim() == 3
-                d_factor = gradient @ state.mT if of_matrix else (gradient * state).sum((1, 2))
+                is_matrix = factors[0].dim() == 3
+                d_factor = gradient @ state.mT if is_matrix else (gradient * state).sum((1, 2))
             d_factors.append(d_factor)
         return [*d_factors, *d_offsets]
 
@@ -350,27 +352,28 @@ class StateExchange(_Exchange):
         self,
         factors: Sequence[Tensor | None],
         states: Sequence[Tensor | None],
-        like: Tensor,
+        template: Tensor,
         *,
         back: bool = False,
     ) -> None:
         """Start to send A, and B or gradients of S_in, of all cut segments.
 
         They are zeros where no rank reads them.
+
+        Args:
+            template: tensor on the device of the exchange.
         """
-        self._own = [
-            like.new_zeros((len(self.bound.cut), *shape), dtype=torch.float32)
+        self._sent_states = [
+            template.new_zeros((len(self.bound.cut), *shape), dtype=torch.float32)
             for shape in self._shapes
         ]
-        for column, parts in zip(self._own, (factors, states), strict=True):
-            for number, part in enumerate(parts):
-                if part is not None:
-                    column[number] = part
-        columns = (
-            [column.index_select(0, self.bound.received) for column in self._own]
-            if back
-            else self._own
-        )
+        for column, values in zip(self._sent_states, (factors, states), strict=True):
+            for number, value in enumerate(values):
+                if value is not None:
+                    column[number] = value
+        columns = self._sent_states
+        if back:
+            columns = [column.index_select(0, self.bound.received) for column in columns]
         self._start(self.bound.route, columns, back=back)
 
     def _arrived(self, direction: Direction) -> tuple[list[Tensor], list[Tensor]]:
@@ -378,11 +381,10 @@ class StateExchange(_Exchange):
 
         These are all segments that a table of `Chains` numbers.
         """
-        own, self._own = self._own, []
-        factors, states = (
-            [*ours, *theirs] for ours, theirs in zip(own, self._wait(direction), strict=True)
-        )
-        return factors, states
+        sent_factors, sent_states = self._sent_states
+        self._sent_states = []
+        arrived_factors, arrived_states = self._wait(direction)
+        return [*sent_factors, *arrived_factors], [*sent_states, *arrived_states]
 
 
 def _chained(numbers: Sequence[int], factors: list[Tensor], offsets: list[Tensor]) -> Tensor:
@@ -391,11 +393,10 @@ def _chained(numbers: Sequence[int], factors: list[Tensor], offsets: list[Tensor
     It is the offset of the last number, plus its factor times the state before. A factor is [H, K,
     K] or [H].
     """
-    first, *others = numbers
-    state = offsets[first].clone()  # not in memory that is used again
-    for number in others:
+    first_number, *further_numbers = numbers
+    state = offsets[first_number].clone()  # not in memory that is used again
+    for number in further_numbers:
         factor = factors[number]
-        state = offsets[number] + (
-            factor @ state if factor.dim() == 3 else factor[:, None, None] * state
-        )
+        changed = factor @ state if factor.dim() == 3 else factor[:, None, None] * state
+        state = offsets[number] + changed
     return state

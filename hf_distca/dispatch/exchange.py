@@ -138,15 +138,15 @@ class ExchangeBuffer:
 
     def _start(self, hop: int, arriving: list[Tensor], *, back: bool = False) -> Self:
         """Start an exchange of rows as bytes, unless nothing crosses a link on any rank."""
-        route, from_NB, to_NB = self._hops[hop]
+        route, outgoing_NB, incoming_NB = self._hops[hop]
         group = self._groups.node if hop else self._groups.exchange
         sent, received = route.sent, route.received
         if back:
-            from_NB, to_NB, sent, received = to_NB, from_NB, received, sent
+            outgoing_NB, incoming_NB, sent, received = incoming_NB, outgoing_NB, received, sent
         self._arriving = arriving
         if route.crossing:
             self._work = dist.all_to_all_single(
-                to_NB, from_NB, received, sent, group=group, async_op=True
+                incoming_NB, outgoing_NB, received, sent, group=group, async_op=True
             )
         return self
 
@@ -187,25 +187,24 @@ class Exchange:
     def __init__(self, groups: Groups) -> None:
         self._groups = groups
         self._buffers: dict[Hashable, list[ExchangeBuffer]] = {}  # by slot, one per layout
-        self._memory_B: dict[
-            Hashable, dict[str, Tensor]
-        ] = {}  # by slot, and part of `ExchangeBuffer`
+        # By slot, and part of `ExchangeBuffer`.
+        self._memory_B: dict[Hashable, dict[str, Tensor]] = {}
 
-    def buffer(self, slot: Hashable, route: Route, like: Sequence[Tensor]) -> ExchangeBuffer:
+    def buffer(self, slot: Hashable, route: Route, templates: Sequence[Tensor]) -> ExchangeBuffer:
         """Return the buffer of a slot for rows of a route.
 
         Its contents are those of the slot's last buffer.
 
         Args:
             slot: rows that are under way or in use at once need different slots.
-            like: one tensor per column, with the column's row shape, dtype and device; the same on
-                every rank.
+            templates: one tensor per column, with the column's row shape, dtype and device; the
+                same on every rank.
         """
         if self._groups.closed:
             self._groups.check_open()
-        columns = [(x.shape[1:], x.dtype) for x in like]
-        known = self._buffers.setdefault(slot, [])
-        for buffer in known:
+        columns = [(x.shape[1:], x.dtype) for x in templates]
+        layouts = self._buffers.setdefault(slot, [])
+        for buffer in layouts:
             if buffer.route == route and buffer.columns == columns:
                 return buffer
         rows = {"sent": sum(route.sent)}
@@ -222,17 +221,17 @@ class Exchange:
             if part not in memory_B or len(memory_B[part]) < size
         ]
         if grows:  # free the memory before more is taken
-            known.clear()
+            layouts.clear()
         else:
-            del known[: 1 - LAYOUTS_KEPT]  # drop layouts of earlier plans
+            del layouts[: 1 - LAYOUTS_KEPT]  # drop layouts of earlier plans
         for part in grows:
             memory_B.pop(part, None)
             memory_B[part] = torch.empty(
-                rounded_up(sizes[part]), dtype=torch.uint8, device=like[0].device
+                rounded_up(sizes[part]), dtype=torch.uint8, device=templates[0].device
             )
         parts_B = {part: memory_B[part][:size] for part, size in sizes.items()}
-        known.append(ExchangeBuffer(self._groups, route, columns, parts_B))
-        return known[-1]
+        layouts.append(ExchangeBuffer(self._groups, route, columns, parts_B))
+        return layouts[-1]
 
     def size(self) -> int:
         """Return the bytes of all slots."""

@@ -85,7 +85,7 @@ class Groups:
         self.waits = waits_in_world(timeout_s)
         if world[1] > 1:
             self._device = indexed(device)
-            meshes = [self.members] if mesh is None else self._in_world(self.members)
+            meshes = [self.members] if mesh is None else self._distinct_in_world(self.members)
             options: dict[str, Any] = {"backend": "gloo", "timeout": self._timeout}
             try:
                 with self.waits.of("connections to other ranks"):
@@ -112,20 +112,21 @@ class Groups:
         """
         if nodes is None and not self._side_by_side:
             return
-        of_ranks = nodes or range(self.ranks)
-        mine = [
+        node_of_rank = nodes or range(self.ranks)
+        node_members = [
             member
-            for member, node in zip(self.members, of_ranks, strict=True)
-            if node == of_ranks[self.rank]
+            for member, node in zip(self.members, node_of_rank, strict=True)
+            if node == node_of_rank[self.rank]
         ]
-        of_world = self._in_world(mine)
-        if any(len(members) > 1 for members in of_world):
-            self.node = self._connected(of_world, len(mine), "distca node")
+        members_of_nodes = self._distinct_in_world(node_members)
+        if any(len(members) > 1 for members in members_of_nodes):
+            self.node = self._connected(members_of_nodes, len(node_members), "distca node")
 
-    def _in_world(self, mine: list[int]) -> list[list[int]]:
+    def _distinct_in_world(self, members: list[int]) -> list[list[int]]:
         """Return the distinct lists of ranks of all processes. A collective of the world."""
-        of_world = gather_in_world(tuple(mine), self._timeout.total_seconds(), self.waits)
-        return [list(ranks) for ranks in dict.fromkeys(of_world)]
+        timeout_s = self._timeout.total_seconds()
+        lists = gather_in_world(tuple(members), timeout_s, self.waits)
+        return [list(ranks) for ranks in dict.fromkeys(lists)]
 
     def _connected(self, lists: list[list[int]], ranks: int, name: str) -> dist.ProcessGroup | None:
         """Return a group for exchanges, with all pairs of ranks connected.
@@ -276,43 +277,43 @@ def _raise_any(
     error: Exception | None, gather: Callable[[Report | None], list[Report | None]]
 ) -> None:
     """Raise if any rank has an error: this rank's own if all have the same, else all messages."""
-    mine = None
+    own_report = None
     if error is not None:
         refused = isinstance(error, RefusedError)
-        mine = Report(str(error) if refused else f"{type(error).__name__}: {error}", refused)
-    reports = gather(mine)
+        message = str(error) if refused else f"{type(error).__name__}: {error}"
+        own_report = Report(message, refused)
+    reports = gather(own_report)
     if error is not None and len(set(reports)) == 1:
         raise error
     failed = [(rank, report) for rank, report in enumerate(reports) if report is not None]
     if failed:
-        kind = RefusedError if all(report.refused for _, report in failed) else ValueError
-        raise kind(
-            "; ".join(f"rank {rank}: {report.message}" for rank, report in failed)
-        ) from error
+        error_class = RefusedError if all(report.refused for _, report in failed) else ValueError
+        messages = [f"rank {rank}: {report.message}" for rank, report in failed]
+        raise error_class("; ".join(messages)) from error
 
 
-def first_difference(by_rank: Sequence[Mapping[str, Any]]) -> tuple[str, str] | None:
+def first_difference(rank_settings: Sequence[Mapping[str, Any]]) -> tuple[str, str] | None:
     """Return the first setting that differs between ranks, and its values with their ranks.
 
     None if all are alike.
 
     Args:
-        by_rank: settings of each rank by name, with the same names on all ranks.
+        rank_settings: settings of each rank by name, with the same names on all ranks.
     """
-    for name in by_rank[0]:
+    for name in rank_settings[0]:
         ranks_by_value: dict[str, list[int]] = {}
-        for rank, settings in enumerate(by_rank):
+        for rank, settings in enumerate(rank_settings):
             ranks_by_value.setdefault(repr(settings[name]), []).append(rank)
         if len(ranks_by_value) > 1:
-            return name, ", ".join(
-                f"{value} on {_named(ranks)}" for value, ranks in ranks_by_value.items()
-            )
+            values = [f"{value} on {_named(ranks)}" for value, ranks in ranks_by_value.items()]
+            return name, ", ".join(values)
     return None
 
 
 def _named(ranks: Sequence[int]) -> str:
-    others = f" and {len(ranks) - 1} others" if len(ranks) > 1 else ""
-    return f"rank {ranks[0]}{others}"
+    """Return "rank 3", or "rank 3 and 2 others"."""
+    further_ranks = f" and {len(ranks) - 1} others" if len(ranks) > 1 else ""
+    return f"rank {ranks[0]}{further_ranks}"
 
 
 def in_world() -> bool:
@@ -412,10 +413,13 @@ def device_uuid(device: torch.device) -> str | None:
 def check_devices(backend: str, uuids: Sequence[str | None]) -> None:
     """Raise ValueError if ranks share a GPU over NCCL, which would refuse or hang.
 
-    The ranks' GPUs are [ranks] `uuids`.
+    Args:
+        uuids: [ranks] id of each rank's GPU.
     """
-    ranks = {uuid: [rank for rank, other in enumerate(uuids) if other == uuid] for uuid in uuids}
-    shared = [f"ranks {of_uuid} on {uuid}" for uuid, of_uuid in ranks.items() if len(of_uuid) > 1]
+    ranks_by_uuid: dict[str | None, list[int]] = {}
+    for rank, uuid in enumerate(uuids):
+        ranks_by_uuid.setdefault(uuid, []).append(rank)
+    shared = [f"ranks {ranks} on {uuid}" for uuid, ranks in ranks_by_uuid.items() if len(ranks) > 1]
     if shared and backend == dist.Backend.NCCL:
         raise RefusedError(
             f"NCCL takes one rank per GPU, but several ranks share one: {'; '.join(shared)}. Start "
@@ -456,12 +460,12 @@ def ranks_per_node(mesh: RankMesh | None, timeout_s: float) -> int | tuple[int, 
         (socket.gethostname(), rank - dist.get_node_local_rank(fallback_rank=0)), timeout_s
     )
     members = mesh_ranks(mesh)
-    found = [places[member] for member in members]
+    member_places = [places[member] for member in members]
     # A node is a run of consecutive ranks with the same place: ranks numbered round-robin across
     # hosts are alone.
-    sizes = tuple(len(list(same)) for _, same in groupby(found))
+    sizes = tuple(len(list(node)) for _, node in groupby(member_places))
     if rank == members[0]:
-        hosts = [host for host, _ in groupby(host for host, _ in found)]
+        hosts = [host for host, _ in groupby(host for host, _ in member_places)]
         if len(hosts) > len(set(hosts)):
             logger.warning(
                 "ranks that share a host are not numbered one after another, so plans cannot "

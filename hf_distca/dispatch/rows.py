@@ -53,12 +53,9 @@ class IndexBuffer:
             self.send()
             size = max(CHUNK_BYTES, dense.nbytes)
             self._host_B = host_bytes(size, pinned=self.device.type == "cuda")
-            on_host = self.device.type == "cpu"
-            self._device_B = (
-                self._host_B
-                if on_host
-                else torch.empty(size, dtype=torch.uint8, device=self.device)
-            )
+            self._device_B = self._host_B
+            if self.device.type != "cpu":
+                self._device_B = torch.empty(size, dtype=torch.uint8, device=self.device)
         start, stop = self._used, self._used + dense.nbytes
         self._host_B.numpy()[start:stop] = dense.view(np.uint8)
         self._used = aligned(stop)
@@ -197,17 +194,19 @@ def addend_table(
         onto: whether the first source is added to in place.
 
     Returns:
-        Three int32 tensors: rows_W, the rows that are written, None for all; ends_W [W + 1], the
-            first addend of each,
-        then the number of addends; addends_A, the source and the row of each addend.
+        Three int32 tensors. rows_W: the rows that are written; None for all. ends_W [W + 1]: the
+        first addend of each of these rows, then the number of addends. addends_A: the source and
+        the row of each addend.
     """
     added = list(enumerate(targets_S))[onto:]
-    targets = np.concatenate([np.empty(0, np.int64), *(of_source for _, of_source in added)])
-    of_sources = [
-        np.arange(len(of_source), dtype=np.int32) << SOURCE_BITS | source
-        for source, of_source in added
+    targets = np.concatenate(
+        [np.empty(0, np.int64), *(source_targets for _, source_targets in added)]
+    )
+    addends_of_sources = [
+        np.arange(len(source_targets), dtype=np.int32) << SOURCE_BITS | source
+        for source, source_targets in added
     ]
-    addends = np.concatenate([np.empty(0, np.int32), *of_sources])
+    addends = np.concatenate([np.empty(0, np.int32), *addends_of_sources])
     if (targets[1:] <= targets[:-1]).any():
         addends = addends[np.argsort(targets, kind="stable")]
     counts = np.bincount(targets, minlength=rows)

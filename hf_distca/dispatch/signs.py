@@ -85,12 +85,12 @@ class StoreLine:
         self._thread.join(within_s)
 
     def _run(self, store: Any) -> None:
-        own = None
+        connection = None  # of this thread alone
         while (queued := self._calls.get()) is not None:
             future, call = queued
             try:
-                own = own or store.clone()
-                future.set_result(call(own))
+                connection = connection or store.clone()
+                future.set_result(call(connection))
             except Exception as error:
                 future.set_exception(error)
 
@@ -108,12 +108,12 @@ class Signs:
         self.others = [other for other in range(ranks) if other != rank]
         self.sign_s = max(min(SIGN_S, limit_s / 20), 0.05)
         self.silent_s = SILENT_SIGNS * self.sign_s
-        self._process, self._number = f"process {os.getpid()} on {socket.gethostname()}", 0
+        self._process = f"process {os.getpid()} on {socket.gethostname()}"
+        self._number = 0
         self._lock = threading.Lock()  # of `exchange`
         self._asked: Future[dict[int, Sign]] | None = None
-        self._seen: dict[
-            int, tuple[Sign, float]
-        ] = {}  # the latest sign of a rank, and when it was first seen
+        # The latest sign of a rank, and when it was first seen.
+        self._seen: dict[int, tuple[Sign, float]] = {}
         self._answered_at = time.monotonic()  # the store
         self._looked_at = self._answered_at  # at the signs of other ranks
 
@@ -134,10 +134,10 @@ class Signs:
                 for rank, sign in signs.items():
                     if rank not in self._seen or self._seen[rank][0] != sign:
                         self._seen[rank] = sign, now
-            others = self.others if look else []
-            written = json.dumps(self._sign(present))
+            read_ranks = self.others if look else []
+            own_sign = json.dumps(self._sign(present))
             self._asked = self.line.post(
-                partial(_exchange, rank=self.rank, sign=written, others=others)
+                partial(_exchange, rank=self.rank, sign=own_sign, read_ranks=read_ranks)
             )
 
     def end(self) -> None:
@@ -162,9 +162,9 @@ class Signs:
         Ranks that have ended are left out.
         """
         return {
-            rank: time.monotonic() - first
-            for rank, (sign, first) in sorted(self._seen.items())
-            if not sign.ended and self._looked_at - first > more_than_s
+            rank: time.monotonic() - seen_at
+            for rank, (sign, seen_at) in sorted(self._seen.items())
+            if not sign.ended and self._looked_at - seen_at > more_than_s
         }
 
     def ended_ranks(self) -> list[int]:
@@ -185,23 +185,25 @@ class Signs:
 
         These are silent ranks, else ranks that are elsewhere.
         """
-        silent, ended = self.silent_ranks(self.silent_s), self.ended_ranks()
+        silent = self.silent_ranks(self.silent_s)
+        ended = self.ended_ranks()
         absent = [rank for rank in self.others if rank not in self._seen]
-        same = {*self.ranks_at(present)}
-        found = {rank: f"rank {rank} has not come so far" for rank in absent}
-        for rank, (sign, first) in self._seen.items():
-            name, where = f"rank {rank} ({sign.process})", _where(sign)
+        ranks_here = set(self.ranks_at(present))
+        descriptions = {rank: f"rank {rank} has not come so far" for rank in absent}
+        for rank, (sign, seen_at) in self._seen.items():
+            name = f"rank {rank} ({sign.process})"
+            place = _place(sign)
             if sign.ended:
-                found[rank] = f"{name} has ended"
+                descriptions[rank] = f"{name} has ended"
             elif rank in silent:
-                found[rank] = (
+                descriptions[rank] = (
                     f"{name} has given no sign of life for {silent[rank]:.0f} s, and was last seen "
-                    f"{where}"
+                    f"{place}"
                 )
-            elif not (silent or ended or absent or rank in same):
-                seconds = sign.seconds + time.monotonic() - first
-                found[rank] = f"{name} is alive and has been {where} for {seconds:.0f} s"
-        return dict(sorted(found.items()))
+            elif not (silent or ended or absent or rank in ranks_here):
+                seconds = sign.seconds + time.monotonic() - seen_at
+                descriptions[rank] = f"{name} is alive and has been {place} for {seconds:.0f} s"
+        return dict(sorted(descriptions.items()))
 
     def _sign(self, present: Present | None) -> Sign:
         self._number += 1
@@ -213,7 +215,8 @@ class Signs:
         )
 
 
-def _where(sign: Sign) -> str:
+def _place(sign: Sign) -> str:
+    """Return where a rank is and what it waits for, in words."""
     if sign.place and sign.wait:
         return f"in {sign.place}, waiting for {sign.wait}"
     if sign.place or sign.wait:
@@ -225,14 +228,16 @@ def _key(rank: int) -> str:
     return f"sign of life of rank {rank}"
 
 
-def _exchange(store: dist.Store, rank: int, sign: str, others: Sequence[int]) -> dict[int, Sign]:
-    """Leave a rank's sign of life in the store, and return the latest signs of others.
+def _exchange(
+    store: dist.Store, rank: int, sign: str, read_ranks: Sequence[int]
+) -> dict[int, Sign]:
+    """Leave a rank's sign of life in the store, and return the latest signs of other ranks.
 
     Ranks that have left none are missing.
     """
     store.set(_key(rank), sign)
     return {
-        other: Sign(*json.loads(store.get(_key(other))))
-        for other in others
-        if store.check([_key(other)])
+        read_rank: Sign(*json.loads(store.get(_key(read_rank))))
+        for read_rank in read_ranks
+        if store.check([_key(read_rank)])
     }

@@ -28,25 +28,30 @@ def _merge_kernel(  # type: ignore[no-untyped-def]  # compiled from its source
     row = tl.load(rows + part_row).to(tl.int64) if BY_INDEX else part_row
     h = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
     e = tl.arange(0, BLOCK_E)
-    there = h < heads
-    before = tl.load(lse + row * lse_row + h * lse_head, mask=there, other=0.0)
-    more = tl.load(lse_part + part_row * lse_part_row + h * lse_part_head, mask=there, other=0.0)
-    most = tl.maximum(before, more)
-    most = tl.where(most == float("-inf"), 0.0, most)  # without any key: no -inf - (-inf)
-    weight = tl.exp(more - most)
-    total = tl.exp(before - most) + weight
+    is_head = h < heads
+    lse_o = tl.load(lse + row * lse_row + h * lse_head, mask=is_head, other=0.0)
+    lse_new = tl.load(
+        lse_part + part_row * lse_part_row + h * lse_part_head, mask=is_head, other=0.0
+    )
+    greatest = tl.maximum(lse_o, lse_new)
+    # Without any key: no -inf - (-inf).
+    greatest = tl.where(greatest == float("-inf"), 0.0, greatest)
+    weight = tl.exp(lse_new - greatest)
+    total = tl.exp(lse_o - greatest) + weight
     share = tl.where(total > 0, weight / total, 0.0)
-    merged = tl.where(total > 0, most + tl.log(total), float("-inf"))
+    merged = tl.where(total > 0, greatest + tl.log(total), float("-inf"))
 
     numbers = h[:, None] * head_dim + e[None, :]
-    there_too = there[:, None] & (e < head_dim)[None, :]
-    into = o + row * o_row + numbers
-    was = tl.load(into, mask=there_too, other=0.0).to(share.dtype)
-    part = tl.load(o_part + part_row * o_part_row + numbers, mask=there_too, other=0.0).to(
+    is_number = is_head[:, None] & (e < head_dim)[None, :]
+    o_numbers = o + row * o_row + numbers
+    o_old = tl.load(o_numbers, mask=is_number, other=0.0).to(share.dtype)
+    o_new = tl.load(o_part + part_row * o_part_row + numbers, mask=is_number, other=0.0).to(
         share.dtype
     )
-    tl.store(into, (was + (part - was) * share[:, None]).to(o.dtype.element_ty), mask=there_too)
-    tl.store(lse + row * lse_row + h * lse_head, merged, mask=there)
+    tl.store(
+        o_numbers, (o_old + (o_new - o_old) * share[:, None]).to(o.dtype.element_ty), mask=is_number
+    )
+    tl.store(lse + row * lse_row + h * lse_head, merged, mask=is_head)
 
 
 def merge_into(
@@ -75,21 +80,23 @@ def _sum_kernel(  # type: ignore[no-untyped-def]  # compiled from its source
     written = tl.program_id(0)
     row = tl.load(rows + written).to(tl.int64) if BY_INDEX else written.to(tl.int64)
     numbers = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    there = numbers < width
-    into = out + row * out_row + numbers
-    total = tl.load(into, mask=there, other=0).to(WIDE) if ONTO else tl.full((BLOCK,), 0, WIDE)
-    for at in range(tl.load(ends + written), tl.load(ends + written + 1)):
-        addend = tl.load(addends + at)
+    is_number = numbers < width
+    out_numbers = out + row * out_row + numbers
+    total = (
+        tl.load(out_numbers, mask=is_number, other=0).to(WIDE)
+        if ONTO
+        else tl.full((BLOCK,), 0, WIDE)
+    )
+    for place in range(tl.load(ends + written), tl.load(ends + written + 1)):
+        addend = tl.load(addends + place)
         source = addend & ((1 << BITS) - 1)
         member = (addend >> BITS).to(tl.int64)
         for i in tl.static_range(len(sources)):
-            here = numbers < tl.where(
-                source == i, width, 0
-            )  # nothing of sources other than the addend's
-            total += tl.load(sources[i] + member * source_rows[i] + numbers, mask=here, other=0).to(
-                WIDE
-            )
-    tl.store(into, total.to(out.dtype.element_ty), mask=there)
+            # Nothing is read from sources other than the addend's.
+            is_read = numbers < tl.where(source == i, width, 0)
+            row_numbers = sources[i] + member * source_rows[i] + numbers
+            total += tl.load(row_numbers, mask=is_read, other=0).to(WIDE)
+    tl.store(out_numbers, total.to(out.dtype.element_ty), mask=is_number)
 
 
 def sum_rows(

@@ -47,8 +47,8 @@ def rows_before_in(table: Table, place: str) -> IntArray:
 
     The table is sorted by the field `place`, such as "rank".
     """
-    before = rows_before(table)
-    return np.asarray(before - before[np.searchsorted(table[place], table[place])])
+    earlier_rows = rows_before(table)
+    return np.asarray(earlier_rows - earlier_rows[np.searchsorted(table[place], table[place])])
 
 
 def by_document(table: Table) -> Table:
@@ -118,20 +118,20 @@ def merge_touching(table: Table, place: str = "document") -> Table:
         touches &= table[name][1:] == table[name][:-1]
     if not touches.any():
         return table
-    first = np.flatnonzero(np.append(True, ~touches))
-    last = np.append(first[1:], len(table)) - 1
-    merged_table = table.take(first)
-    merged_table["stop"] = table["stop"][last]
+    first_entry = np.flatnonzero(np.append(True, ~touches))
+    last_entry = np.append(first_entry[1:], len(table)) - 1
+    merged_table = table.take(first_entry)
+    merged_table["stop"] = table["stop"][last_entry]
     return merged_table
 
 
-def grain(block: int, pairs_a_row: float, most: float) -> int:
-    """Return the coarsest multiple for a cut that moves at most `most` pairs.
+def grain(block: int, pairs_a_row: float, most_pairs: float) -> int:
+    """Return the coarsest multiple for a cut that moves at most `most_pairs` pairs.
 
     The multiples are a block, half a block, … one row.
     """
     rows = block
-    while rows > 1 and rows * pairs_a_row > most:
+    while rows > 1 and rows * pairs_a_row > most_pairs:
         rows = ceil_div(rows, 2)
     return rows
 

@@ -79,7 +79,8 @@ def rows_to_move(plan: Plan) -> tuple[Table, Table, Table]:
     them. The first hop has each K/V row once per worker, or with a window once per worker and
     stage. In the second hop gateways forward rows.
     """
-    segments, ranks = by_document(plan.layout.segments), plan.layout.ranks
+    segments = by_document(plan.layout.segments)
+    ranks = plan.layout.ranks
     queries, segment = _moves_from_segments(plan.tasks, segments)
     _set_keys(queries, segment["start"], plan.window)
     if plan.window is not None and plan.stage_rows is not None:
@@ -88,27 +89,28 @@ def rows_to_move(plan: Plan) -> tuple[Table, Table, Table]:
     keys = _moves_of_keys(queries, segments, plan.workers, plan.layout.branches)
     for moves in (queries, keys):
         moves["document"] += moves["stage"] * len(plan.layout.lengths)
-    first, second, forwarded = forward_inside_nodes(keys, plan.nodes or (0,) * plan.workers, ranks)
+    first_hop, second_hop, forwarded = forward_inside_nodes(
+        keys, plan.nodes or (0,) * plan.workers, ranks
+    )
     if plan.window is None and plan.stage_rows is not None:
-        first, second = _in_stages(first, second, forwarded, plan.stage_rows, ranks)
-    return queries, first, second
+        first_hop, second_hop = _in_stages(first_hop, second_hop, forwarded, plan.stage_rows, ranks)
+    return queries, first_hop, second_hop
 
 
-def rows_by_stage(first: Table, second: Table, ranks: int) -> IntArray:
+def rows_by_stage(first_hop: Table, second_hop: Table, ranks: int) -> IntArray:
     """Return [stages, 2, ranks] rows that each rank sends and receives, both hops together.
 
     Rows that a rank gathers for itself are counted on both sides; rows that servers receive are not
     counted.
     """
-    moves = joined(first, second)
+    moves = joined(first_hop, second_hop)
     moves = moves.compress(moves["target"] < ranks)
     stages = int(moves["stage"].max(initial=0)) + 1
     rows = row_counts(moves)
-    counts = [
-        np.bincount(moves["stage"] * ranks + moves[end], rows, stages * ranks)
-        for end in ("source", "target")
-    ]
-    sent, received = (count.reshape(stages, ranks) for count in counts)
+    # A rank in a stage is counted at stage · ranks + rank.
+    place = moves["stage"] * ranks
+    sent = np.bincount(place + moves["source"], rows, stages * ranks).reshape(stages, ranks)
+    received = np.bincount(place + moves["target"], rows, stages * ranks).reshape(stages, ranks)
     return np.stack([sent, received], axis=1).astype(np.int64)
 
 
@@ -290,7 +292,7 @@ def _divide_among_readers(
 
 
 def _in_stages(
-    first: Table, second: Table, forwarded: IntArray, stage_rows: int, ranks: int
+    first_hop: Table, second_hop: Table, forwarded: IntArray, stage_rows: int, ranks: int
 ) -> tuple[Table, Table]:
     """Divide the K/V rows of full attention into stages.
 
@@ -302,16 +304,16 @@ def _in_stages(
     Args:
         forwarded: index of the first hop's move that each move of the second hop forwards.
     """
-    stages = ceil_div(int(rows_by_stage(first, second, ranks).max(initial=0)), stage_rows)
+    stages = ceil_div(int(rows_by_stage(first_hop, second_hop, ranks).max(initial=0)), stage_rows)
     if stages <= 1:
-        return first, second
-    paths = _Paths.build(first, second, forwarded, ranks)
+        return first_hop, second_hop
+    paths = _Paths.build(first_hop, second_hop, forwarded, ranks)
     limit = stage_rows * (1 + 1 / PARTS)
     part_rows = min(max(stage_rows // PARTS, 1), PIECE)
     while True:
-        first, second = paths.in_stages(stages, part_rows)
-        if part_rows == 1 or rows_by_stage(first, second, ranks).max() <= limit:
-            return first, second
+        first_hop, second_hop = paths.in_stages(stages, part_rows)
+        if part_rows == 1 or rows_by_stage(first_hop, second_hop, ranks).max() <= limit:
+            return first_hop, second_hop
         part_rows //= 2
 
 
@@ -319,9 +321,9 @@ def _in_stages(
 class _Paths:
     """Moves of K/V rows by path: from one rank to another, and on to the same others."""
 
-    first: Table  # [moves] of dtype MOVE, the first hop by (path, document, start)
-    second: Table  # [forwarding moves] of dtype MOVE
-    forwarded: IntArray  # [forwarding moves] index in `first` of the move that is forwarded
+    first_hop: Table  # [moves] of dtype MOVE, the first hop by (path, document, start)
+    second_hop: Table  # [forwarding moves] of dtype MOVE
+    forwarded: IntArray  # [forwarding moves] index in `first_hop` of the move that is forwarded
     path: IntArray  # [moves] path of each move of the first hop
     place: IntArray  # [moves] rows of the same path before the move
     size: IntArray  # [paths] rows
@@ -329,28 +331,34 @@ class _Paths:
     turn: FloatArray  # [paths] fraction of a part by which a path is behind another one
 
     @staticmethod
-    def build(first: Table, second: Table, forwarded: IntArray, ranks: int) -> "_Paths":
+    def build(first_hop: Table, second_hop: Table, forwarded: IntArray, ranks: int) -> "_Paths":
         """Sort the moves of the first hop by path."""
-        readers = _sets_of_readers(len(first), forwarded, second["target"])
-        keys = (first["start"], first["document"], readers, first["target"], first["source"])
+        readers = _sets_of_readers(len(first_hop), forwarded, second_hop["target"])
+        keys = (
+            first_hop["start"],
+            first_hop["document"],
+            readers,
+            first_hop["target"],
+            first_hop["source"],
+        )
         order = np.lexsort(keys)
-        first, readers = first.take(order), readers[order]
+        first_hop, readers = first_hop.take(order), readers[order]
         forwarded = np.argsort(order)[forwarded]
 
         # A path begins where any of its ranks changes.
-        ends = np.stack([first["source"], first["target"], readers])
+        ends = np.stack([first_hop["source"], first_hop["target"], readers])
         begins = np.flatnonzero(np.append(True, (ends[:, 1:] != ends[:, :-1]).any(axis=0)))
         paths = np.arange(len(begins))
-        path = np.repeat(paths, np.diff(begins, append=len(first)))
-        place = rows_before(first)
+        path = np.repeat(paths, np.diff(begins, append=len(first_hop)))
+        place = rows_before(first_hop)
         place -= place[begins][path]
-        size = np.add.reduceat(row_counts(first), begins)
+        size = np.add.reduceat(row_counts(first_hop), begins)
 
         # Parts below a kernel block, and fractions of rows, are in other stages on other paths of a
         # rank.
         source, target = ends[:2, begins]
         turn = ((target - source) % ranks + paths * _GOLDEN % 1) / ranks
-        return _Paths(first, second, forwarded, path, place, size, target < ranks, turn)
+        return _Paths(first_hop, second_hop, forwarded, path, place, size, target < ranks, turn)
 
     def in_stages(self, stages: int, part_rows: int) -> tuple[Table, Table]:
         """Return the moves of both hops, cut and with stages.
@@ -370,23 +378,23 @@ class _Paths:
         has_rows = np.flatnonzero(row_counts(stretches))
 
         # 2. Cut the first hop's moves at the borders of these parts.
-        stop = self.place + row_counts(self.first)
+        stop = self.place + row_counts(self.first_hop)
         rows = table_of(ROWS, document=self.path, start=self.place, stop=stop)
         move, stretch, start, stop = overlaps(rows, stretches.take(has_rows))
         begin, end = start - self.place[move], stop - self.place[move]
-        first = _parts_of_moves(self.first, move, begin, end)
+        first_hop = _parts_of_moves(self.first_hop, move, begin, end)
         # Stages without rows, where few rows have many readers, are left out.
-        first["stage"] = np.unique(stage[has_rows[stretch]], return_inverse=True)[1]
+        first_hop["stage"] = np.unique(stage[has_rows[stretch]], return_inverse=True)[1]
 
         # 3. Cut the second hop's moves as the moves that they forward.
-        pieces = np.bincount(move, minlength=len(self.first))
+        pieces = np.bincount(move, minlength=len(self.first_hop))
         first_piece = np.cumsum(pieces) - pieces
         counts = pieces[self.forwarded]
-        forwarding = np.repeat(np.arange(len(self.second)), counts)
+        forwarding = np.repeat(np.arange(len(self.second_hop)), counts)
         piece = expand(first_piece[self.forwarded], counts)
-        second = _parts_of_moves(self.second, forwarding, begin[piece], end[piece])
-        second["stage"] = first["stage"][piece]
-        return first, second
+        second_hop = _parts_of_moves(self.second_hop, forwarding, begin[piece], end[piece])
+        second_hop["stage"] = first_hop["stage"][piece]
+        return first_hop, second_hop
 
 
 def _sets_of_readers(moves: int, forwarded: IntArray, reader: IntArray) -> IntArray:

@@ -20,23 +20,26 @@ def along_paths(rows: Table, branches: Branches) -> tuple[Table, IntArray]:
         ValueError: A document has rows before its own, but no parent.
     """
     entry = np.arange(len(rows))
-    found, entries = [rows[:0]], [entry[:0]]
+    pieces = [rows[:0]]
+    entries_of_pieces = [entry[:0]]
     while len(rows):
         copy, document = np.divmod(rows["document"], len(branches.parents))
-        first = branches.starts[document]
-        own = rows.take(np.arange(len(rows)))
-        own["start"] = np.maximum(rows["start"], first)
-        is_own = own["start"] < own["stop"]
-        found.append(own.compress(is_own))
-        entries.append(entry[is_own])
-        is_above = rows["start"] < first
-        above = rows.compress(is_above)
-        above["stop"] = np.minimum(above["stop"], first[is_above])
+        first_own = branches.starts[document]
+        own_rows = rows.take(np.arange(len(rows)))
+        own_rows["start"] = np.maximum(rows["start"], first_own)
+        is_own = own_rows["start"] < own_rows["stop"]
+        pieces.append(own_rows.compress(is_own))
+        entries_of_pieces.append(entry[is_own])
+        is_above = rows["start"] < first_own
+        rows_above = rows.compress(is_above)
+        rows_above["stop"] = np.minimum(rows_above["stop"], first_own[is_above])
         parent = branches.parents[document[is_above]]
         if (parent < 0).any():
             raise ValueError("a document without a parent has no rows before its own")
-        above["document"] = copy[is_above] * len(branches.parents) + parent
-        rows, entry = above, entry[is_above]
-    pieces, of_entry = np.concatenate(found), np.concatenate(entries)
-    order = np.lexsort((pieces["start"], of_entry))
-    return pieces.take(order), of_entry[order]
+        rows_above["document"] = copy[is_above] * len(branches.parents) + parent
+        rows = rows_above
+        entry = entry[is_above]
+    all_pieces = np.concatenate(pieces)
+    entry_of_piece = np.concatenate(entries_of_pieces)
+    order = np.lexsort((all_pieces["start"], entry_of_piece))
+    return all_pieces.take(order), entry_of_piece[order]

@@ -140,41 +140,52 @@ def test_sums_of_three_in_bfloat16_are_kept_in_float32_and_of_many_sources_refus
         row_sum([[0]] * (MAX_SOURCES + 1), 1)
 
 
-def test_gradients_of_several_stages_in_bfloat16_are_added_up_in_float32():
-    for stages in (
-        [[0, 1], [0], [0]],
-        [[0], [0], [0]],
-    ):  # onto the rows of the first stage, and onto zeros
-        buffer = IndexBuffer(CPU)
-        early = {("ranks", stage): np.array(targets) for stage, targets in enumerate(stages)}
-        routes = SimpleNamespace(gradients={("dq", "local"): GradientSum(2, early, {}, buffer)})
-        buffer.send()
-        zeros = torch.zeros(2, 1, 1, dtype=torch.bfloat16)
-        gradients = _Gradients(routes, dict.fromkeys(("q", "k", "v"), zeros))
-        for stage, (value, targets) in enumerate(zip((256.0, 1.0, 1.0), stages, strict=True)):
-            rows = torch.full((len(targets), 1, 1), value, dtype=torch.bfloat16)
-            gradients.add_from_ranks(stage, {"dq": rows})
-        total = gradients.add_up("dq", "local")
-        assert total.flatten().tolist() == [
-            258.0,
-            256.0 * (len(stages[0]) - 1),
-        ]  # in bfloat16, 256 + 1 is 256
+@pytest.mark.parametrize(
+    ("stages", "expected"),
+    [
+        pytest.param([[0, 1], [0], [0]], [258.0, 256.0], id="onto-the-first-stage"),
+        pytest.param([[0], [0], [0]], [258.0, 0.0], id="onto-zeros"),
+    ],
+)
+def test_gradients_of_several_stages_in_bfloat16_are_added_up_in_float32(stages, expected):
+    """In bfloat16, 256 + 1 is 256."""
+    buffer = IndexBuffer(CPU)
+    early = {("ranks", stage): np.array(targets) for stage, targets in enumerate(stages)}
+    routes = SimpleNamespace(gradients={("dq", "local"): GradientSum(2, early, {}, buffer)})
+    buffer.send()
+    zeros = torch.zeros(2, 1, 1, dtype=torch.bfloat16)
+    gradients = _Gradients(routes, dict.fromkeys(("q", "k", "v"), zeros))
+    for stage, (value, targets) in enumerate(zip((256.0, 1.0, 1.0), stages, strict=True)):
+        rows = torch.full((len(targets), 1, 1), value, dtype=torch.bfloat16)
+        gradients.add_from_ranks(stage, {"dq": rows})
+    assert gradients.add_up("dq", "local").flatten().tolist() == expected
+
+
+def addends_of_two_sources(onto):
+    """Source 0 adds its rows to rows 2, 0 and 2 of the sum, and source 1 to rows 0 and 2.
+
+    Return the written rows, the first addend of each, and the (source, row) of each addend.
+    """
+    targets = [np.array(source, np.int64) for source in ([2, 0, 2], [0, 2])]
+    rows, ends, addends = addend_table(targets, 3, onto, IndexBuffer(CPU))
+    sources_and_rows = [
+        (addend & (1 << SOURCE_BITS) - 1, addend >> SOURCE_BITS) for addend in addends.tolist()
+    ]
+    return rows, ends.tolist(), sources_and_rows
 
 
 def test_addends_of_a_row_come_source_by_source_and_in_order():
-    """Source 0 adds its rows to rows 2, 0 and 2 of the sum, and source 1 to rows 0 and 2."""
-    targets = [np.array(source, np.int64) for source in ([2, 0, 2], [0, 2])]
-    for onto, written, ends, expected in (
-        (False, None, [0, 2, 2, 5], [(0, 1), (1, 0), (0, 0), (0, 2), (1, 1)]),
-        (True, [0, 2], [0, 1, 2], [(1, 0), (1, 1)]),
-    ):
-        rows, found_ends, addends = addend_table(targets, 3, onto, IndexBuffer(CPU))
-        assert (rows is None or rows.tolist()) == (written is None or written)
-        assert found_ends.tolist() == ends
-        numbers = addends.tolist()
-        assert [
-            (number & (1 << SOURCE_BITS) - 1, number >> SOURCE_BITS) for number in numbers
-        ] == expected
+    rows, ends, addends = addends_of_two_sources(onto=False)
+    assert rows is None
+    assert ends == [0, 2, 2, 5]
+    assert addends == [(0, 1), (1, 0), (0, 0), (0, 2), (1, 1)]
+
+
+def test_a_first_source_that_is_added_to_has_no_addends():
+    rows, ends, addends = addends_of_two_sources(onto=True)
+    assert rows.tolist() == [0, 2]
+    assert ends == [0, 1, 2]
+    assert addends == [(1, 0), (1, 1)]
 
 
 def test_few_sizes_of_a_slot_are_kept_and_its_memory_grows_rarely():

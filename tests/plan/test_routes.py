@@ -102,40 +102,43 @@ def test_halves_of_the_pairs():
     assert [half[0] for half in halves([4], [4], window=1)] == [[(2, 2)], [(2, 4)]]
 
 
-def test_nothing_moves():
-    for lengths, ranks, tasks, workers, expected in (
-        (
+@pytest.mark.parametrize(
+    ("rank_lengths", "tasks", "workers", "expected"),
+    [
+        pytest.param(
             [[2, 3], [4]],
-            2,
             [(0, 0, 2, 0), (1, 0, 1, 0), (1, 1, 3, 0), (2, 0, 4, 1)],
             3,
             True,
-        ),  # in two parts
-        (
+            id="local-tasks-of-which-one-is-cut",
+        ),
+        pytest.param(
             [[2, 3], [4]],
-            2,
             [(0, 0, 2, 0), (1, 0, 3, 1), (2, 0, 4, 1)],
             2,
             False,
-        ),  # a document elsewhere
-        (
+            id="a-document-elsewhere",
+        ),
+        pytest.param(
             [[2, 3], [4]],
-            2,
             [(0, 0, 2, 0), (1, 0, 3, 0), (2, 0, 2, 1), (2, 2, 4, 2)],
             3,
             False,
-        ),  # rows at a server
-        ([[2], []], 2, [(0, 0, 2, 0)], 2, False),  # a rank without rows
-        (
+            id="rows-at-a-server",
+        ),
+        pytest.param([[2], []], [(0, 0, 2, 0)], 2, False, id="a-rank-without-rows"),
+        pytest.param(
             [[2, 4]],
-            2,
             [(0, 0, 2, 0), (1, 0, 1, 0), (1, 1, 4, 1)],
             2,
             False,
-        ),  # a document on two ranks
-    ):
-        plan = Plan(fixed_layout(lengths, ranks), np.array(tasks, TASK), workers)
-        assert nothing_moves(plan) == expected
+            id="a-document-on-two-ranks",
+        ),
+    ],
+)
+def test_nothing_moves(rank_lengths, tasks, workers, expected):
+    plan = Plan(fixed_layout(rank_lengths, 2), np.array(tasks, TASK), workers)
+    assert nothing_moves(plan) == expected
 
 
 @settings(max_examples=150)
@@ -281,16 +284,25 @@ def test_rows_that_two_ranks_read_cross_to_both_of_them():
     assert sum(stop - start for *_, start, stop in few[0]) == 2 * 100
 
 
-def test_what_fits_travels_at_once():
-    for nodes, together, stages in (
-        (None, False, {24: None, 23: 23, 8: 8, 1: 1}),
-        (None, True, {8: None, 7: 7}),  # 24 rows in three buffers, or in five
-        (NODES, True, {5: None, 4: 4}),
-    ):
-        plan = replace(quarters(32), nodes=nodes)
-        for buffer_rows, stage_rows in stages.items():
-            assert divided(plan, buffer_rows, stages=1, together=together).stage_rows == stage_rows
-    # A nano-batch alone has stages that hide its exchange.
+@pytest.mark.parametrize(
+    ("nodes", "together", "stage_rows_by_buffer"),
+    [
+        pytest.param(None, False, {24: None, 23: 23, 8: 8, 1: 1}, id="one-buffer"),
+        pytest.param(None, True, {8: None, 7: 7}, id="three-buffers"),
+        pytest.param(NODES, True, {5: None, 4: 4}, id="five-buffers"),
+    ],
+)
+def test_rows_that_fit_into_the_buffers_travel_at_once(nodes, together, stage_rows_by_buffer):
+    """Of 24 rows that the busiest rank sends or receives."""
+    plan = replace(quarters(32), nodes=nodes)
+    stage_rows = {
+        buffer_rows: divided(plan, buffer_rows, stages=1, together=together).stage_rows
+        for buffer_rows in stage_rows_by_buffer
+    }
+    assert stage_rows == stage_rows_by_buffer
+
+
+def test_a_nano_batch_alone_has_stages_that_hide_its_exchange():
     plan = divided(quarters(32768), 2**20, stages=4)
     assert plan.stage_rows == 24576 // STAGES_ALONE
     assert len(rows_by_stage(plan)) == STAGES_ALONE
@@ -301,8 +313,10 @@ def test_what_fits_travels_at_once():
     assert divided(quarters(4096), 2**20, stages=4).stage_rows == SMALLEST_STAGE
     assert divided(quarters(1024), 2**20, stages=4).stage_rows is None
 
-    # Settings say how many bytes travel at a time. One document on both ranks; rows of K and V of
-    # 4096 bytes.
+
+def test_settings_say_how_many_bytes_travel_at_a_time():
+    """One document on both ranks, and rows of K and V of 4096 bytes."""
+
     def planned(**settings):
         (nano,) = plan_micro_batch([8192], PlanSettings(2, 4096, **settings)).nano_batches
         (plan,) = nano.plans.values()

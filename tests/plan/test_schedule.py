@@ -3,6 +3,8 @@
 import itertools
 from dataclasses import replace
 
+import pytest
+
 from hf_distca.plan.schedule import KernelCall, Phase, Transfer, make_schedule
 from hf_distca.plan.stages import stage_slots
 
@@ -151,17 +153,25 @@ wait dq, dk dv [2], dk dv [3]
 test_design."""
 
 
-def test_phases_in_order():
-    for case, written in WRITTEN_OUT.items():
-        assert names(made(*case)) == written.strip().replace("\n", " / ").split(" / ")
-    # Local tasks that are not divided are computed while rows go there.
+@pytest.mark.parametrize("case", WRITTEN_OUT, ids=str)
+def test_phases_in_order(case):
+    assert names(made(*case)) == WRITTEN_OUT[case].strip().replace("\n", " / ").split(" / ")
+
+
+def test_local_tasks_that_are_not_divided_are_computed_while_rows_are_sent():
     undivided = made("backward", "alone", calls=frozenset([("local", 0)]))
     assert names(undivided)[1:3] == ["run local", "|"]
     assert len(calls(undivided)) == 1
-    # What was kept is not sent again.
-    for kept, sent in (("nothing", "do o lse q, k v"), ("received", "do o lse"), ("results", "do")):
-        first, *_, paused = names(made("backward", "first", kept_rows=kept))[:3]
-        assert (first, paused) == (f"send {sent}", f"wait {sent}; run remote-query; send dq")
+
+
+@pytest.mark.parametrize(
+    ("kept_rows", "sent"),
+    [("nothing", "do o lse q, k v"), ("received", "do o lse"), ("results", "do")],
+)
+def test_kept_rows_are_not_sent_again(kept_rows, sent):
+    sending, *_, waiting = names(made("backward", "first", kept_rows=kept_rows))[:3]
+    assert sending == f"send {sent}"
+    assert waiting == f"wait {sent}; run remote-query; send dq"
 
 
 def test_a_forward_written_out():

@@ -87,21 +87,34 @@ def test_documents_are_shared_where_links_are_fast_and_not_where_they_are_slow()
     assert plan.tokens.max() <= 64
 
 
+def plan_with_task_cost(task_s):
+    """Plan two documents, which give two ranks 820 and 465 pairs.
+
+    A cut saves the first rank some 177 pairs, 0.53 s.
+    """
+    step_costs = costs(FREE, FREE)
+    (kind_costs,) = step_costs.kinds
+    forward = replace(kind_costs.forward, task=task_s)
+    backward = replace(kind_costs.backward, task=2 * task_s)
+    step_costs = replace(step_costs, kinds=(KindCosts(KIND, 1, forward, backward),))
+    choices = Choices(step_costs, nano_batches=(1,))
+    settings = PlanSettings(2, 64, (KIND,), balance_block_size=4, choices=choices)
+    return plan_micro_batch([40, 30], settings)
+
+
+def test_a_document_is_cut_where_a_task_costs_little():
+    plan = plan_with_task_cost(0.03)
+    (nano,) = plan.nano_batches
+    assert exchanges(plan)
+    assert len(nano.plans[KIND].tasks) > 2
+
+
 def test_a_document_is_not_cut_for_less_than_the_cut_costs():
-    """Two ranks have 820 and 465 pairs. A cut saves the first rank some 177 pairs, 0.53 s."""
-    for task, cuts in ((0.03, True), (0.3, False)):
-        found = costs(FREE, FREE)
-        of_kind = found.kinds[0]
-        kernels = (replace(of_kind.forward, task=task), replace(of_kind.backward, task=2 * task))
-        found = replace(found, kinds=(KindCosts(KIND, 1, *kernels),))
-        of_plans = PlanSettings(
-            2, 64, (KIND,), balance_block_size=4, choices=Choices(found, nano_batches=(1,))
-        )
-        plan = plan_micro_batch([40, 30], of_plans)
-        (nano,) = plan.nano_batches
-        assert (exchanges(plan), len(nano.plans[KIND].tasks) > 2) == (cuts, cuts)
-        if not cuts:
-            assert plan.choice.seconds == pytest.approx(3e-3 * 820 + 3 * 0.3 + 40 * 4e-4)
+    plan = plan_with_task_cost(0.3)
+    (nano,) = plan.nano_batches
+    assert not exchanges(plan)
+    assert len(nano.plans[KIND].tasks) == 2
+    assert plan.choice.seconds == pytest.approx(3e-3 * 820 + 3 * 0.3 + 40 * 4e-4)
 
 
 def test_ranks_that_share_cores_need_no_balance():
@@ -157,28 +170,30 @@ def test_packed_documents_are_predicted_with_all_costs_of_the_kernel():
 
 
 def test_joined_nodes_are_tried_in_the_order_of_their_size():
-    of_plans = PlanSettings(8, 64, (KIND,), ranks_per_node=2, balance_block_size=4)
-    found = every_candidate(np.array([200, 115]), of_plans, Choices(costs(FREE, SLOW)))
-    groups = [max(each.candidate.placing.sizes) for each in found]
+    settings = PlanSettings(8, 64, (KIND,), ranks_per_node=2, balance_block_size=4)
+    candidates = every_candidate(np.array([200, 115]), settings, Choices(costs(FREE, SLOW)))
+    groups = [max(planned.candidate.placing.sizes) for planned in candidates]
     assert set(groups) == {4, 6, 8}
     assert groups == sorted(groups)
 
 
-def test_what_is_given_is_kept():
-    for count in (1, 2):
-        assert len(chosen([60, 50, *[10] * 10], nano_batches=(count,)).nano_batches) == count
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_given_number_of_nano_batches_is_kept(count):
+    plan = chosen([60, 50, *[10] * 10], nano_batches=(count,))
+    assert len(plan.nano_batches) == count
+
+
+@pytest.mark.parametrize("layout", ["fixed", "whole", "joint"])
+def test_a_given_layout_is_kept(layout):
     lengths = [60, *[10] * 12]
-    for layout in ("fixed", "whole", "joint"):
-        of_plans = PlanSettings(4, 64, (KIND,), document_layout=layout, balance_block_size=4)
-        found = plan_micro_batch(
-            lengths, replace(of_plans, choices=Choices(costs(FREE, FREE), groups=False))
-        )
-        expected = plan_micro_batch(
-            lengths, replace(of_plans, ping_pong=len(found.nano_batches) == 2)
-        )
-        one, other = (plan.nano_batches[0].layout.segments for plan in (found, expected))
-        assert np.array_equal(one, other)
-        assert found.choice.group == 4
+    settings = PlanSettings(4, 64, (KIND,), document_layout=layout, balance_block_size=4)
+    choices = Choices(costs(FREE, FREE), groups=False)
+    plan = plan_micro_batch(lengths, replace(settings, choices=choices))
+    assert plan.choice.group == 4
+    ping_pong = len(plan.nano_batches) == 2
+    expected = plan_micro_batch(lengths, replace(settings, ping_pong=ping_pong))
+    for nano, expected_nano in zip(plan.nano_batches, expected.nano_batches, strict=True):
+        assert nano.layout.segments.tolist() == expected_nano.layout.segments.tolist()
 
 
 @pytest.mark.parametrize(("ranks", "bandwidth"), [(8, 5e9), (8, 50e9), (16, 50e9), (40, 50e9)])
@@ -223,38 +238,43 @@ def test_a_slower_rank_gets_less_to_do(groups):
     assert uneven.choice.seconds < 0.8 * 2 * alike.choice.seconds
 
 
-def test_stages_are_as_many_as_pay():
-    """Of one document: each stage costs calls of the kernel, and hides the exchange of the next."""
+def choices_of_one_document(link, call_s):
+    """Each stage costs calls of the kernel, and hides the exchange of the next."""
+    step_costs = costs(link, link)
+    kernel = KernelCost(call_s, 0.0, 0.0, 1e-6)
+    kind_costs = replace(step_costs.kinds[0], forward=kernel, backward=kernel)
+    return Choices(replace(step_costs, kinds=(kind_costs,)), nano_batches=(1,))
 
-    def of_one_document(link, call):
-        found, kernel = costs(link, link), KernelCost(call, 0.0, 0.0, 1e-6)
-        found = replace(found, kinds=(replace(found.kinds[0], forward=kernel, backward=kernel),))
-        return Choices(found, nano_batches=(1,))
 
-    slow = LinkCost(0.0, 2e4)
-    for link, call, buffers, fewest, most in (
+SLOW_FOR_ROWS = LinkCost(0.0, 2e4)
+
+
+@pytest.mark.parametrize(
+    ("link", "call_s", "buffers", "fewest", "most"),
+    [
         (FREE, 1.0, 1.0, 1, 1),
         (FREE, 1.0, 2.9, 1, 1),  # all rows fit into three buffers
         (FREE, 1.0, 4.0, 2, 5),
-        (slow, 0.0, 1.0, 4, 99),
-    ):
-        of_plans = PlanSettings(
-            2, 16384, (KIND,), document_layout="fixed", choices=of_one_document(link, call)
-        )
-        (nano,) = plan_micro_batch([32768], of_plans).nano_batches
-        rows = int(rows_by_stage(replace(nano.plans[KIND], stage_rows=None)).max())
-        of_plans = replace(
-            of_plans, exchange_buffer_bytes=int(rows / buffers) * of_plans.row_bytes(KIND).kv
-        )
-        (nano,) = plan_micro_batch([32768], of_plans).nano_batches
-        assert fewest <= count_plan(nano.plans[KIND], KIND, 2).stages <= most
-    # Plans are compared with few stages where these pay: where calls are free, the usual number
-    # hides the exchange.
-    for call, stages in ((1e3, 1), (0.0, None)):
-        found = every_candidate(
-            np.array([32768]), PlanSettings(2, 16384, (KIND,)), of_one_document(slow, call)
-        )
-        assert {each.stages for each in found} == {stages}
+        (SLOW_FOR_ROWS, 0.0, 1.0, 4, 99),
+    ],
+)
+def test_stages_are_as_many_as_pay(link, call_s, buffers, fewest, most):
+    choices = choices_of_one_document(link, call_s)
+    settings = PlanSettings(2, 16384, (KIND,), document_layout="fixed", choices=choices)
+    (nano,) = plan_micro_batch([32768], settings).nano_batches
+    rows = int(rows_by_stage(replace(nano.plans[KIND], stage_rows=None)).max())
+    buffer_bytes = int(rows / buffers) * settings.row_bytes(KIND).kv
+    settings = replace(settings, exchange_buffer_bytes=buffer_bytes)
+    (nano,) = plan_micro_batch([32768], settings).nano_batches
+    assert fewest <= count_plan(nano.plans[KIND], KIND, 2).stages <= most
+
+
+@pytest.mark.parametrize(("call_s", "stages"), [(1e3, 1), (0.0, None)])
+def test_candidates_are_compared_with_few_stages_where_these_pay(call_s, stages):
+    """Where calls are free, the usual number hides the exchange."""
+    choices = choices_of_one_document(SLOW_FOR_ROWS, call_s)
+    candidates = every_candidate(np.array([32768]), PlanSettings(2, 16384, (KIND,)), choices)
+    assert {planned.stages for planned in candidates} == {stages}
 
 
 ONE_RANK = Placing.of_all(np.ones(1), np.ones(1))
@@ -302,14 +322,20 @@ def test_candidates_are_planned_until_none_can_be_faster(bounds_and_seconds, fas
     assert searched(*bounds_and_seconds) == (fastest, in_order)
 
 
-def test_no_plan_is_faster_than_its_bound():
-    """Also of ranks that are slow, and of documents that fit in no group."""
+@pytest.mark.parametrize("slowness", [(), (1.0,) * 7 + (2.0,)], ids=["alike", "a-slow-rank"])
+@pytest.mark.parametrize(
+    "lengths",
+    [
+        pytest.param([200, 115], id="two-long-documents"),
+        pytest.param([60, *[10] * 30], id="one-long-document"),
+        pytest.param([50] * 9, id="a-document-fits-in-no-group"),
+    ],
+)
+def test_no_plan_is_faster_than_its_bound(slowness, lengths):
     settings = PlanSettings(8, 64, (KIND,), ranks_per_node=2, balance_block_size=4)
-    for slowness in ((), (1.0,) * 7 + (2.0,)):
-        choices = Choices(replace(costs(FREE, SLOW), slowness=slowness))
-        for lengths in ([200, 115], [60, *[10] * 30], [50] * 9):
-            for planned in every_candidate(np.array(lengths), settings, choices):
-                assert planned.candidate.bound <= planned.seconds * (1 + 1e-9)
+    choices = Choices(replace(costs(FREE, SLOW), slowness=slowness))
+    for planned in every_candidate(np.array(lengths), settings, choices):
+        assert planned.candidate.bound <= planned.seconds * (1 + 1e-9)
 
 
 def test_long_documents_are_divided_evenly_where_that_is_faster():

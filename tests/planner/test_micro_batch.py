@@ -64,8 +64,9 @@ def test_joint_layouts_written_out():
     assert layout.tokens.tolist() == [21] * 6 + [20] * 2
 
 
-def test_layouts_refuse():
-    for make, message in (
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
         (lambda: fixed_layout([]), "got 0 rows of documents"),
         (lambda: fixed_layout([[1], [1]], 3), "got 2 rows of documents for 3 ranks"),
         (lambda: fixed_layout([[1, 0]]), "document 1 has length 0"),
@@ -83,9 +84,11 @@ def test_layouts_refuse():
             lambda: joint_layout([1], 4, 4, node_sizes=(2, 1)),
             "2,1 adds up to 3 ranks, but 4 ranks train",
         ),
-    ):
-        with pytest.raises(ValueError, match=message):
-            make()
+    ],
+)
+def test_layouts_refuse(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
 
 
 @settings(max_examples=250)
@@ -129,46 +132,58 @@ def test_chunks_are_documents_whose_rows_stay_where_they_are(lengths, ranks, chu
         assert rows_of(chunked.of_rank(rank)) == in_chunks
 
 
-def test_chunks_are_planned_beside_whole_documents():
-    for chunk in (16, 96):
-        kinds = (AttentionKind(chunk=chunk), AttentionKind())
-        settings = PlanSettings(2, 200, kinds, balance_block_size=8, ping_pong=True)
-        assert settings.dominant_kind == AttentionKind()
-        alone = PlanSettings(2, 300, kinds[:1], balance_block_size=8)
-        assert plan_micro_batch([400, 5, 80, 15], alone).summary.max_over_mean < 1.06
-        for nano in plan_micro_batch([150, 100, 90, 7, 1], settings).nano_batches:
-            for kind in kinds:
-                check_plan(nano.plans[kind])
-                assert np.array_equal(nano.plans[kind].layout.tokens, nano.layout.tokens)
-            assert nano.plans[kinds[0]].layout.lengths.max() == min(
-                chunk, nano.layout.lengths.max()
-            )
-            assert nano.plans[kinds[1]].layout is nano.layout
+@pytest.mark.parametrize("chunk", [16, 96])
+def test_chunks_are_planned_beside_whole_documents(chunk):
+    chunked = AttentionKind(chunk=chunk)
+    full = AttentionKind()
+    settings = PlanSettings(2, 200, (chunked, full), balance_block_size=8, ping_pong=True)
+    assert settings.dominant_kind == full
+    for nano in plan_micro_batch([150, 100, 90, 7, 1], settings).nano_batches:
+        check_plan(nano.plans[chunked])
+        check_plan(nano.plans[full])
+        assert np.array_equal(nano.plans[chunked].layout.tokens, nano.layout.tokens)
+        longest_chunk = nano.plans[chunked].layout.lengths.max()
+        assert longest_chunk == min(chunk, nano.layout.lengths.max())
+        assert nano.plans[full].layout is nano.layout
+
+
+@pytest.mark.parametrize("chunk", [16, 96])
+def test_chunks_alone_are_balanced(chunk):
+    settings = PlanSettings(2, 300, (AttentionKind(chunk=chunk),), balance_block_size=8)
+    assert plan_micro_batch([400, 5, 80, 15], settings).summary.max_over_mean < 1.06
 
 
 LAYOUTS = ["joint", "fixed"]
 
 
-def test_two_nano_batches():
-    for layout in LAYOUTS:
-        # 5 rows on 3 ranks are 2, 2, 1, and 4 rows are 2, 1, 1: mirrored, every rank is full.
-        plan = plan_micro_batch(
-            [3, 2, 2, 2], PlanSettings(3, 3, document_layout=layout, ping_pong=True)
-        )
-        assert [nano.documents.tolist() for nano in plan.nano_batches] == [[0, 3], [1, 2]]
-        assert [nano.layout.tokens.tolist() for nano in plan.nano_batches] == [[2, 2, 1], [1, 1, 2]]
-        # Packed in order, ranks have rows of 3 | 2 and 1 | 1 and 2: 6, 3 + 1 and 2 + 3 pairs.
-        assert plan.summary.packed_max_over_mean == pytest.approx(6 / 5)
-    # Two documents of a token are not divided: in each nano-batch every rank has to have rows.
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_two_nano_batches(layout):
+    # 5 rows on 3 ranks are 2, 2, 1, and 4 rows are 2, 1, 1: mirrored, every rank is full.
+    settings = PlanSettings(3, 3, document_layout=layout, ping_pong=True)
+    plan = plan_micro_batch([3, 2, 2, 2], settings)
+    first, second = plan.nano_batches
+    assert first.documents.tolist() == [0, 3]
+    assert first.layout.tokens.tolist() == [2, 2, 1]
+    assert second.documents.tolist() == [1, 2]
+    assert second.layout.tokens.tolist() == [1, 1, 2]
+    # Packed in order, ranks have rows of 3 | 2 and 1 | 1 and 2: 6, 3 + 1 and 2 + 3 pairs.
+    assert plan.summary.packed_max_over_mean == pytest.approx(6 / 5)
+
+
+def test_documents_are_not_divided_where_a_rank_would_have_no_rows():
     assert len(plan_micro_batch([1, 1], PlanSettings(2, 1, ping_pong=True)).nano_batches) == 1
-    # The summary counts both.
+
+
+def test_the_summary_counts_both_nano_batches():
     settings = PlanSettings(2, 2500, document_layout="fixed", ping_pong=True)
     plan = plan_micro_batch([1500, 1200, 900, 700, 400, 300], settings)
-    plans = [only for nano in plan.nano_batches for only in nano.plans.values()]
-    loads = np.sum([loads_by_row(each) for each in plans], axis=0)
-    moved = np.sum([bytes_moved(each, RowBytes()) for each in plans], axis=0)
+    assert len(plan.nano_batches) == 2
+    plans = [nano.plans[settings.dominant_kind] for nano in plan.nano_batches]
+    loads = np.sum([loads_by_row(nano_plan) for nano_plan in plans], axis=0)
+    worker_bytes = np.sum([bytes_moved(nano_plan, RowBytes()) for nano_plan in plans], axis=0)
     assert plan.summary.max_over_mean == pytest.approx(loads.max() / loads.mean())
-    assert plan.summary.exchange.bytes_bottleneck == moved.max() > 0
+    assert worker_bytes.max() > 0
+    assert plan.summary.exchange.bytes_bottleneck == worker_bytes.max()
 
 
 def test_what_is_mirrored_has_its_nodes_in_the_reverse_order():
@@ -253,14 +268,19 @@ def test_rows_of_every_rank_are_divided():
     ]
     assert list(plan.held_by(1)) == [(2, 0, 2), (3, 0, 6)]
     assert list(plan.held_by(2)) == [(4, 0, 1), (5, 0, 1), (6, 0, 1)]
-    # Rows stay in one part where a rank has one document, or hardly any rows beside it, or with one
-    # nano-batch.
-    for rows, ping_pong in (
-        ([[4, 4], [8]], True),
-        ([[4, 4], [7, 1]], True),
-        ([[4, 4], [2, 6]], False),
-    ):
-        (nano,) = plan_placed(rows, PlanSettings(2, 8, ping_pong=ping_pong)).nano_batches
-        lengths = [*rows[0], *rows[1]]
-        assert nano.documents.tolist() == list(range(len(lengths)))
-        assert (nano.layout.lengths.tolist(), nano.layout.tokens.tolist()) == (lengths, [8, 8])
+
+
+@pytest.mark.parametrize(
+    ("rank_lengths", "ping_pong"),
+    [
+        pytest.param([[4, 4], [8]], True, id="a-rank-has-one-document"),
+        pytest.param([[4, 4], [7, 1]], True, id="a-rank-has-hardly-more-than-one-document"),
+        pytest.param([[4, 4], [2, 6]], False, id="one-nano-batch"),
+    ],
+)
+def test_rows_of_ranks_stay_in_one_part(rank_lengths, ping_pong):
+    (nano,) = plan_placed(rank_lengths, PlanSettings(2, 8, ping_pong=ping_pong)).nano_batches
+    lengths = [*rank_lengths[0], *rank_lengths[1]]
+    assert nano.documents.tolist() == list(range(len(lengths)))
+    assert nano.layout.lengths.tolist() == lengths
+    assert nano.layout.tokens.tolist() == [8, 8]

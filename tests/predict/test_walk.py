@@ -23,6 +23,8 @@ from hf_distca.predict.seconds import (
 from hf_distca.predict.walk import LayerClocks, document_seconds, predict_step
 
 NOWHERE = np.zeros((2, 2, 2), np.int64)
+INSTANT = Links(LinkCost(0.0, np.inf), LinkCost(0.0, np.inf))
+NO_SECONDS = np.zeros(2)
 
 
 def tasks(*pairs: float) -> Tasks:
@@ -63,32 +65,41 @@ def walk(
     return LayerClocks(nano_batches, kernel, *parts, links, direction, np.array(slowness)).walked()
 
 
-def test_one_layer():
-    # Without an exchange the slowest rank is the step.
+def test_without_an_exchange_the_slowest_rank_is_the_step():
     walked = walk([counted(local=(5, 7))], before=1, after=2)
-    assert (walked.seconds, walked.attention.tolist(), walked.other.tolist()) == (
-        10,
-        [5, 7],
-        [3, 3],
-    )
+    assert walked.seconds == 10
+    assert walked.attention.tolist() == [5, 7]
+    assert walked.other.tolist() == [3, 3]
     assert walk([counted(local=(5, 7))], "backward", before=6, after=3).seconds == 14 + 9
-    # Rank 1 computes two rows of rank 0, who waits for the results. In the middle of a model rank 1
-    # begins the next layer while rank 0 still waits.
-    for bandwidth, seconds in (
+
+
+@pytest.mark.parametrize(
+    ("bandwidth", "seconds"),
+    [
         (np.inf, 6),  # 4 local and 2 remote-query
-        (
-            1.0,
-            4 + 2 + 2,
-        ),  # rows are there before local tasks are done; results take two seconds more
+        # Rows are there before local tasks are done; results take two seconds more.
+        (1.0, 4 + 2 + 2),
         (0.25, 8 + 2 + 8),  # local tasks take half of the way there
-    ):
-        walked = walk([counted(local=(4, 4), remote_query=(0, 2), rows=2)], bandwidth=bandwidth)
-        assert (walked.seconds, walked.attention.tolist()) == (seconds, [4, 6])
-    # Keys come behind the queries: transfers of a link follow each other.
+    ],
+)
+def test_a_rank_waits_for_results_of_its_queries(bandwidth, seconds):
+    """Rank 1 computes two rows of rank 0.
+
+    In the middle of a model rank 1 begins the next layer while rank 0 still waits.
+    """
+    walked = walk([counted(local=(4, 4), remote_query=(0, 2), rows=2)], bandwidth=bandwidth)
+    assert walked.seconds == seconds
+    assert walked.attention.tolist() == [4, 6]
+
+
+def test_transfers_of_a_link_follow_each_other():
+    """Keys come behind the queries."""
     plan = counted(local=(0, 0), remote_query=(0, 2), rows=2)
     plan = replace(plan, among_ranks=RowsMoved(plan.among_ranks.queries, plan.among_ranks.queries))
     assert walk([plan], bandwidth=1.0).seconds == 2 + 2 + 2 + 2
-    # Two nano-batches hide each other's exchange.
+
+
+def test_two_nano_batches_hide_the_exchanges_of_each_other():
     alone = walk([counted((8, 8), (0, 4), 4)], "forward", 1, 1, bandwidth=1.0)
     in_turns = walk([counted((4, 4), (0, 2), 2)] * 2, "forward", 0.5, 0.5, bandwidth=1.0)
     assert in_turns.seconds < alone.seconds
@@ -142,24 +153,26 @@ def test_a_server_begins_when_the_rows_of_all_ranks_are_there():
     assert walk([plan], before=(1.0, 1.5), bandwidth=1.0).seconds == 1 + 2 + 4 + 2
 
 
-def test_stages_compute_the_same_pairs():
-    """Of remote-KV tasks of 8 pairs, 8 keys and 8 diagonal rows each of two stages has half."""
+@pytest.mark.parametrize(
+    "kernel",
+    [
+        pytest.param(KernelCost(0, 0, key=1.0, pair=0), id="keys"),
+        pytest.param(KernelCost(0, 0, 0, pair=1.0), id="pairs"),
+        pytest.param(KernelCost(0, 0, 0, 0, diagonal=1.0), id="diagonal"),
+    ],
+)
+def test_each_of_two_stages_has_half_of_the_tasks(kernel):
+    """Of remote-KV tasks of 8 pairs, 8 keys and 8 diagonal rows."""
     layout = fixed_layout([[8]], 2)
     plan = count_plan(Plan(layout, local_tasks(layout.segments), 2), AttentionKind(), 2)
-    of_stages = replace(plan, remote_kv=Tasks(*np.full((6, 2), 8.0)))
-    links, nothing = Links(LinkCost(0.0, np.inf), LinkCost(0.0, np.inf)), [np.zeros(2)]
-    for cost in (
-        KernelCost(0, 0, key=1.0, pair=0),
-        KernelCost(0, 0, 0, pair=1.0),
-        KernelCost(0, 0, 0, 0, diagonal=1.0),
-    ):
-        found = [
-            LayerClocks(
-                [replace(of_stages, stages=stages)], cost, nothing, nothing, links, "forward"
-            ).walked()
-            for stages in (1, 2)
-        ]
-        assert found[0].attention.tolist() == found[1].attention.tolist()
+    plan = replace(plan, remote_kv=Tasks(*np.full((6, 2), 8.0)))
+
+    def attention(stages):
+        staged = replace(plan, stages=stages)
+        clocks = LayerClocks([staged], kernel, [NO_SECONDS], [NO_SECONDS], INSTANT, "forward")
+        return clocks.walked().attention.tolist()
+
+    assert attention(stages=1) == attention(stages=2)
 
 
 def test_a_step_of_layers_that_mix_rows():
@@ -210,99 +223,124 @@ def test_a_step_of_layers_that_mix_rows():
     )
 
 
-def test_ranks_that_share_no_documents_do_not_wait_for_each_other():
+@pytest.mark.parametrize(
+    ("connected", "busy", "seconds"),
+    [
+        pytest.param((0, 0, 2, 2), 0.0, 2 + 9, id="apart"),
+        pytest.param((0, 0, 0, 0), 0.0, 7 + 9, id="connected"),
+        pytest.param((0, 0, 2, 2), 1e-9, 7 + 9, id="apart-with-empty-messages"),
+    ],
+)
+def test_ranks_that_share_no_documents_do_not_wait_for_each_other(connected, busy, seconds):
     """Ranks 0 and 1 reach the exchange after 2 seconds and compute for 9; ranks 2 and 3 after 7,
     for 1.
     """
     queries = np.zeros((2, 2, 4), np.int64)
     queries[0, 0, [0, 2]] = queries[0, 1, [1, 3]] = 1
-    moved, nothing = RowsMoved(queries, queries * 0), RowsMoved(queries * 0, queries * 0)
-    before, after = np.array([2.0, 2, 7, 7]), np.zeros(4)
-    for connected, busy, seconds in (
-        ((0, 0, 2, 2), 0.0, 2 + 9),
-        ((0, 0, 0, 0), 0.0, 7 + 9),
-        ((0, 0, 2, 2), 1e-9, 7 + 9),
-    ):
-        plan = CountedPlan(
-            *(tasks(0, 0, 0, 0), tasks(0, 0, 0, 0), tasks(0, 9, 0, 1)),
-            *(moved, nothing, RowBytes(1, 1, 1), 1, 0, 4, False, False, np.array(connected)),
-        )
-        links = Links(LinkCost(0.0, np.inf), LinkCost(0.0, np.inf), busy=busy)
-        walked = LayerClocks(
-            [plan], KernelCost(0, 0, 0, 1.0), [before], [after], links, "forward"
-        ).walked()
-        assert (walked.seconds, *(walked.other - before)) == pytest.approx(
-            (seconds, *[2 * busy] * 4)
-        )
+    among_ranks = RowsMoved(queries, queries * 0)
+    with_servers = RowsMoved(queries * 0, queries * 0)
+    plan = CountedPlan(
+        *(tasks(0, 0, 0, 0), tasks(0, 0, 0, 0), tasks(0, 9, 0, 1)),
+        *(among_ranks, with_servers, RowBytes(1, 1, 1), 1, 0, 4, False, False),
+        np.array(connected),
+    )
+    before = np.array([2.0, 2, 7, 7])
+    walked = LayerClocks(
+        [plan],
+        KernelCost(0, 0, 0, 1.0),
+        [before],
+        [np.zeros(4)],
+        replace(INSTANT, busy=busy),
+        "forward",
+    ).walked()
+    assert walked.seconds == pytest.approx(seconds)
+    assert (walked.other - before).tolist() == pytest.approx([2 * busy] * 4)
 
 
-def test_what_is_counted_of_a_plan():
-    # Ranks are connected by exchanges over other ranks.
-    layout = fixed_layout([[30, 5], [5], [40], []], 8)  # over ranks 0 and 1, 2 and 3, 4 and 5
-    plan = Plan(layout, local_tasks(layout.segments), 8)
+def local_plan(rank_lengths, ranks):
+    layout = fixed_layout(rank_lengths, ranks)
+    return Plan(layout, local_tasks(layout.segments), ranks)
+
+
+def test_ranks_are_connected_by_exchanges_over_other_ranks():
+    plan = local_plan([[30, 5], [5], [40], []], 8)  # over ranks 0 and 1, 2 and 3, 4 and 5
     assert count_plan(plan, AttentionKind(), 2).connected.tolist() == [0, 0, 2, 2, 4, 4, 6, 7]
     plan.tasks["worker"][plan.tasks["worker"] == 2] = 1
     assert count_plan(plan, AttentionKind(), 2).connected.tolist() == [0, 0, 0, 0, 4, 4, 6, 7]
-    # Stages are counted as if all were full: 16 rows go to rank 1.
-    layout = fixed_layout([[31]], 2)
-    plan = Plan(layout, local_tasks(layout.segments), 2)
-    stages = {
-        rows: count_plan(replace(plan, stage_rows=rows), AttentionKind(), 2).stages
-        for rows in (7, 8, 16, None)
-    }
-    assert stages == {7: 3, 8: 2, 16: 1, None: 1}
-    # Rank 0 holds 1005 rows, rank 1 the other 995 and the short document: rows of short tasks are
-    # counted.
-    layout = fixed_layout([[2000, 10]], 2)
-    plan = Plan(layout, local_tasks(layout.segments), 2)
-    found = count_plan(plan, AttentionKind(), 2)
-    assert found.local.diagonal.tolist() == [1005 * 512, 995 * 512 + 10 * 10]
-    assert found.remote_kv.diagonal.tolist() == [0, 0]
+
+
+@pytest.mark.parametrize(("stage_rows", "stages"), [(7, 3), (8, 2), (16, 1), (None, 1)])
+def test_stages_are_counted_as_if_all_were_full(stage_rows, stages):
+    """16 rows go to rank 1."""
+    plan = replace(local_plan([[31]], 2), stage_rows=stage_rows)
+    assert count_plan(plan, AttentionKind(), 2).stages == stages
+
+
+def test_rows_of_short_tasks_are_counted():
+    """Rank 0 holds 1005 rows, rank 1 the other 995 and the short document."""
+    plan = local_plan([[2000, 10]], 2)
+    counts = count_plan(plan, AttentionKind(), 2)
+    assert counts.local.diagonal.tolist() == [1005 * 512, 995 * 512 + 10 * 10]
+    assert counts.remote_kv.diagonal.tolist() == [0, 0]
     plan.tasks["worker"][plan.tasks["worker"] == 1] = 0
-    assert count_plan(plan, AttentionKind(), 2).remote_query.diagonal.tolist() == [
-        995 * 512 + 10 * 10,
-        0,
-    ]
+    counts = count_plan(plan, AttentionKind(), 2)
+    assert counts.remote_query.diagonal.tolist() == [995 * 512 + 10 * 10, 0]
 
 
-def test_a_cut_costs_a_task():
-    """A document of 8 rows and one of 4 on two ranks, cut into tasks of rows [0, 4), [4, 6) and [6,
-    8).
-    """
-    layout, kind = fixed_layout([[8], [4]]), AttentionKind()
-    whole = Plan(layout, local_tasks(layout.segments), 2)
-    cut = replace(
-        whole, tasks=np.array([(0, 0, 4, 0), (0, 4, 6, 1), (0, 6, 8, 0), (1, 0, 4, 1)], TASK)
-    )
-    counts = [count_plan(plan, kind, 2) for plan in (whole, cut)]
-    for found, local, received in zip(counts, ([1, 1], [2, 1]), ([0, 0], [0, 1]), strict=True):
-        assert (found.local.tasks.tolist(), found.remote_query.tasks.tolist()) == (local, received)
-    assert [count.remote_kv.tasks.tolist() for count in counts] == [[0, 0]] * 2
-    # A task with keys of its own rank and of others runs in two calls.
-    layout = fixed_layout([[8]], 2)
-    found = count_plan(Plan(layout, local_tasks(layout.segments), 2), kind, 2)
-    assert (found.local.tasks.tolist(), found.remote_kv.tasks.tolist()) == ([1, 1], [0, 1])
-    # A task takes ten seconds, nothing else takes time.
-    links, nothing = Links(LinkCost(0.0, np.inf), LinkCost(0.0, np.inf)), [np.zeros(2)]
+def whole_documents():
+    """A document of 8 rows and one of 4, each on a rank."""
+    return count_plan(local_plan([[8], [4]], 2), AttentionKind(), 2)
+
+
+def cut_into_tasks():
+    """The same documents; rank 1 computes rows 4 to 6 of the longer one."""
+    tasks = [(0, 0, 4, 0), (0, 4, 6, 1), (0, 6, 8, 0), (1, 0, 4, 1)]
+    plan = replace(local_plan([[8], [4]], 2), tasks=np.array(tasks, TASK))
+    return count_plan(plan, AttentionKind(), 2)
+
+
+def document_on_two_ranks():
+    """A document of 8 rows on two ranks, each of which computes its own rows."""
+    return count_plan(local_plan([[8]], 2), AttentionKind(), 2)
+
+
+@pytest.mark.parametrize(
+    ("counts", "local", "remote_kv", "remote_query"),
+    [
+        (whole_documents(), [1, 1], [0, 0], [0, 0]),
+        (cut_into_tasks(), [2, 1], [0, 0], [0, 1]),
+        # A task with keys of its own rank and of others runs in two calls.
+        (document_on_two_ranks(), [1, 1], [0, 1], [0, 0]),
+    ],
+    ids=["whole", "cut-into-tasks", "on-two-ranks"],
+)
+def test_counted_tasks(counts, local, remote_kv, remote_query):
+    assert counts.local.tasks.tolist() == local
+    assert counts.remote_kv.tasks.tolist() == remote_kv
+    assert counts.remote_query.tasks.tolist() == remote_query
+
+
+@pytest.mark.parametrize(
+    ("nano_batches", "direction", "seconds"),
+    [
+        pytest.param([whole_documents()], "forward", [10, 10], id="whole"),
+        pytest.param([cut_into_tasks()], "forward", [20, 20], id="cut-into-tasks"),
+        pytest.param([document_on_two_ranks()], "forward", [10, 20], id="on-two-ranks"),
+        # Local tasks in two calls, half of them each.
+        pytest.param([cut_into_tasks()], "backward", [20, 20], id="backward"),
+        pytest.param([cut_into_tasks()] * 2, "forward", [40, 40], id="two-nano-batches"),
+        # Each stage of keys runs the task again.
+        pytest.param(
+            [replace(document_on_two_ranks(), stages=3)], "forward", [10, 40], id="three-stages"
+        ),
+    ],
+)
+def test_each_task_of_a_kernel_call_costs(nano_batches, direction, seconds):
+    """A task takes ten seconds, nothing else takes time."""
     kernel = KernelCost(0, 0, 0, 0, task=10.0)
-
-    def attention(*plans, direction="forward"):
-        return (
-            LayerClocks(plans, kernel, nothing * 2, nothing * 2, links, direction)
-            .walked()
-            .attention.tolist()
-        )
-
-    assert [attention(count) for count in (*counts, found)] == [[10, 10], [20, 20], [10, 20]]
-    assert attention(counts[1], direction="backward") == [
-        20,
-        20,
-    ]  # local tasks in two calls, half of them each
-    assert attention(counts[1], counts[1]) == [
-        40,
-        40,
-    ]  # two nano-batches in turns compute their own tasks
-    assert attention(replace(found, stages=3)) == [10, 40]  # each stage of keys runs the task again
+    no_seconds = [NO_SECONDS] * len(nano_batches)
+    clocks = LayerClocks(nano_batches, kernel, no_seconds, no_seconds, INSTANT, direction)
+    assert clocks.walked().attention.tolist() == seconds
 
 
 def test_rows_cross_nodes_in_the_first_hop():

@@ -19,6 +19,13 @@ def base_model(model: nn.Module) -> PreTrainedModel:
     return base
 
 
+def backbone(model: PreTrainedModel) -> nn.Module:
+    """Return a model without its head, or the model itself if it has none."""
+    found: nn.Module = model.base_model
+    # Llama4ForCausalLM, for one, names another attribute than it has.
+    return getattr(model, "model", model) if found is model else found
+
+
 def decoder_attentions(model: PreTrainedModel) -> dict[str, nn.Module]:
     """Return the attention layers of a model's decoder by name."""
     # The decoder alone has no towers for images or sound. In some models get_decoder() returns

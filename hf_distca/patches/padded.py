@@ -20,7 +20,7 @@ from transformers.utils.logging import get_logger
 from hf_distca.batches.refusals import Batch
 from hf_distca.config import DistCAConfig
 from hf_distca.dispatch.padded import PackedBatch, PaddedBatch, PaddedBatches
-from hf_distca.models.decoder import base_model, stock_forward
+from hf_distca.models.decoder import backbone, base_model, stock_forward
 from hf_distca.models.mixing import all_mixing_modules
 from hf_distca.patches.modules import subclass, uncompiled
 from hf_distca.plan import PLAN_KEY
@@ -45,12 +45,12 @@ def pack_backbone(model: nn.Module, batches: PaddedBatches) -> None:
     DeepSpeed already.
     """
     base: Any = base_model(model)
-    backbone = base.base_model
-    if not isinstance(backbone, PackedBackbone):
-        backbone.__class__ = subclass(type(backbone), PackedBackbone)
+    packed: Any = backbone(base)
+    if not isinstance(packed, PackedBackbone):
+        packed.__class__ = subclass(type(packed), PackedBackbone)
         if hasattr(type(base), "generate"):
             base.__class__ = subclass(type(base), _Generating)
-    backbone.batches = batches
+    packed.batches = batches
 
 
 def plan_ahead(model: nn.Module, batches: Sequence[dict[str, Tensor]]) -> None:
@@ -106,24 +106,24 @@ def _drawn_for_each_row(model: nn.Module) -> str | None:
 class _Generating:
     """Base that precedes the class of a model that generates."""
 
-    base_model: "PackedBackbone"
-
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """Generate as the model does without planned attention."""
         inner: Any = super()
-        with unpacked(self.base_model):
+        model: Any = self
+        packed: Any = backbone(model)
+        with unpacked(packed):
             return inner.generate(*args, **kwargs)
 
 
 @contextmanager
-def unpacked(backbone: "PackedBackbone") -> Iterator[None]:
+def unpacked(packed: "PackedBackbone") -> Iterator[None]:
     """Let a backbone run batches as they are, each rank for itself."""
-    previous = backbone.packs
-    backbone.packs = False
+    previous = packed.packs
+    packed.packs = False
     try:
         yield
     finally:
-        backbone.packs = previous
+        packed.packs = previous
 
 
 class PackedBackbone(nn.Module):

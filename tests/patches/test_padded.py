@@ -7,6 +7,7 @@ Shape suffixes: B sequences, L columns.
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -19,6 +20,8 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     GPT2Config,
+    GptOssConfig,
+    Llama4TextConfig,
     LlamaConfig,
     MistralConfig,
     PreTrainedModel,
@@ -33,16 +36,22 @@ from hf_distca.dispatch.padded import (
     PlannedSequences,
     plan_sequences,
 )
+from hf_distca.models.checkpointing import enable_checkpointing
+from hf_distca.models.decoder import backbone
 from hf_distca.patches.padded import plan_ahead, shares_prefixes
 from hf_distca.planner import prefixes
 from hf_distca.planner.settings import PlanSettings
-from tests.models_and_batches import SMALL, SMALL_HYBRID, SMALL_KIND
+from tests.models_and_batches import SMALL, SMALL_HYBRID, SMALL_KIND, SMALL_LLAMA4, with_lora
 from tests.models_and_batches import small_model as small_model_of
 from tests.ranks import RankPool
 
 CONFIGS: dict[str, Callable[[], Any]] = {
     "llama": lambda: LlamaConfig(**SMALL),
     "windows": lambda: MistralConfig(**SMALL, sliding_window=7),
+    "chunks": lambda: Llama4TextConfig(**{**SMALL, **SMALL_LLAMA4, "attention_chunk_size": 7}),
+    "sinks": lambda: GptOssConfig(
+        **SMALL, num_local_experts=4, num_experts_per_tok=2, sliding_window=7
+    ),
     "experts": lambda: Qwen3MoeConfig(
         **SMALL,
         num_experts=4,
@@ -110,7 +119,7 @@ def compare_with_stock(
 ) -> None:
     rank = dist.get_rank()
     batch = padded_batch(lengths_of_ranks[rank], side, rank)
-    expected, expected_gradient = outputs_and_gradients(small_model(name, "sdpa"), batch)
+    expected, expected_gradient = outputs_and_gradients(small_model(name, "eager"), batch)
     model = small_model(name, "distca")
     config = DistCAConfig(tokens_per_rank=64, exchange_timeout=30.0, **settings)
     dispatcher = pack_padded(model, config, torch.device("cpu"))
@@ -151,7 +160,8 @@ def test_outputs_and_gradients_are_those_of_each_padded_batch(
 def test_kinds_of_models_and_sides_of_padding(
     rank_pools: dict[int, RankPool], name: str, side: str
 ) -> None:
-    rank_pools[2].run(compare_with_stock, name, LENGTHS["uneven"][:2], side, {})
+    settings = {"device_profile": "cpu"}
+    rank_pools[2].run(compare_with_stock, name, LENGTHS["uneven"][:2], side, settings)
 
 
 def classify(lengths_of_ranks: list[list[int]]) -> None:
@@ -422,75 +432,111 @@ def test_no_micro_batch_holds_more_than_all_ranks() -> None:
     assert sorted(int(plan.tokens.sum()) for plan in planned.plans) == [128, 128]
 
 
-SHARED_LENGTHS = ([18, 30, 21], [12, 30, 18], [27, 3])
-"""Lengths of sequences of three ranks. All but the last begin with the same 12 tokens."""
+PIECES = (12, 8, 1, 5, 9)
+"""Tokens of the pieces with which sequences begin, one after another."""
+TREES = (
+    ((1, 6), (2, 10), (2, 1)),
+    ((5, 0), (5, 7), (1, 6)),
+    ((4, 3), (0, 3), (3, 2)),
+)
+"""Sequences of three ranks: the first pieces, so many, and then tokens of their own. Two sequences
+are equal, and one is the beginning of another."""
+TREE_TOKENS = [sum(sum(PIECES[:pieces]) + own for pieces, own in trees) for trees in TREES]
 
 
-def batch_with_prefixes(rank: int, ranks: int) -> dict[str, Tensor]:
-    """Sequences that begin alike, on this rank and on others: of two levels, and equal ones."""
+def batch_with_prefixes(rank: int) -> dict[str, Tensor]:
+    """Sequences that begin alike, on this rank and on others, over up to five levels."""
     generator = torch.Generator().manual_seed(3)
-    prompt = torch.randint(3, 64, (12,), generator=generator)
-    turn = torch.randint(3, 64, (8,), generator=generator)
-    number = 0
-    batches = []
-    for lengths in SHARED_LENGTHS[:ranks]:
-        input_ids_BL = torch.zeros(len(lengths), 32, dtype=torch.long)
-        mask_BL = torch.zeros_like(input_ids_BL)
-        for sequence, length in enumerate(lengths):
-            start = [prompt, torch.cat([prompt, turn]), torch.cat([prompt, turn])][number % 3]
-            draw = torch.Generator().manual_seed(9 + (number % 4))  # the first and fifth are equal
-            tokens = torch.cat([start, torch.randint(3, 64, (32,), generator=draw)])[:length]
-            if length == 3:
-                tokens = torch.tensor([7, 8, 9])
-            input_ids_BL[sequence, :length] = tokens
-            mask_BL[sequence, :length] = 1
-            number += 1
-        labels_BL = torch.where(mask_BL == 1, input_ids_BL, -100)
-        labels_BL[:, 0] = -100
-        batches.append({"input_ids": input_ids_BL, "attention_mask": mask_BL, "labels": labels_BL})
-    return batches[rank]
+    beginning = torch.randint(3, 64, (sum(PIECES),), generator=generator)
+    input_ids_BL = torch.zeros(len(TREES[rank]), 44, dtype=torch.long)
+    mask_BL = torch.zeros_like(input_ids_BL)
+    for sequence, (pieces, own) in enumerate(TREES[rank]):
+        begins = beginning[: sum(PIECES[:pieces])]
+        draw = torch.Generator().manual_seed(own)
+        tokens = torch.cat([begins, torch.randint(3, 64, (own,), generator=draw)])
+        input_ids_BL[sequence, : len(tokens)] = tokens
+        mask_BL[sequence, : len(tokens)] = 1
+    labels_BL = torch.where(mask_BL == 1, input_ids_BL, -100)
+    labels_BL[:, 0] = -100
+    return {"input_ids": input_ids_BL, "attention_mask": mask_BL, "labels": labels_BL}
 
 
-def compare_shared_with_stock(name: str, block: int, settings: dict[str, Any]) -> tuple[int, int]:
-    """Compare with stock attention; return rows that were not computed, and rows that were."""
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    batch = batch_with_prefixes(rank, ranks)
-    expected, expected_gradient = outputs_and_gradients(small_model(name, "sdpa"), batch)
-    model = small_model(name, "distca")
-    config = DistCAConfig(tokens_per_rank=64, exchange_timeout=30.0, **settings)
+def compare_shared_with_stock(
+    name: str,
+    block: int,
+    settings: dict[str, Any],
+    *,
+    lora: bool = False,
+    checkpointing: bool = False,
+) -> tuple[int, int, int]:
+    """Compare with stock attention.
+
+    Returns:
+        Rows that were not computed, rows that were, and the number of stages.
+    """
+    batch = batch_with_prefixes(dist.get_rank())
+    model, stock = small_model(name, "distca"), small_model(name, "eager")
+    config = DistCAConfig(
+        tokens_per_rank=64, device_profile="cpu", exchange_timeout=30.0, **settings
+    )
     dispatcher = pack_padded(model, config, torch.device("cpu"))
-    before, prefixes.BLOCK = prefixes.BLOCK, block
+    batches: PaddedBatches = backbone(model).batches
+    if lora:
+        model, stock = with_lora(model), with_lora(stock)
+    if checkpointing:
+        enable_checkpointing(model.train(), {"use_reentrant": False})
+    stages = []
+    bind = dispatcher.bind
+
+    def noted(plan: Any) -> Any:
+        bound = bind(plan)
+        stages.append(bound.stages)
+        return bound
+
+    dispatcher.bind = noted  # type: ignore[method-assign]
     try:
-        found, gradient = outputs_and_gradients(model, batch)
-        batches: PaddedBatches = model.base_model.batches
-        planned = next(iter(batches._plans.values())).result()
+        expected, expected_gradient = outputs_and_gradients(stock, batch)
+        with patch.object(prefixes, "BLOCK", block):
+            found, gradient = outputs_and_gradients(model, batch)
+            planned = next(iter(batches._plans.values())).result()
         is_token_BL = batch["attention_mask"].bool()
         torch.testing.assert_close(found.loss, expected.loss, rtol=1e-5, atol=1e-6)
         torch.testing.assert_close(gradient, expected_gradient, rtol=2e-4, atol=2e-6)
         for one, other in zip(found.hidden_states, expected.hidden_states, strict=True):
             torch.testing.assert_close(one[is_token_BL], other[is_token_BL], rtol=1e-4, atol=1e-5)
-        return planned.shared_rows, planned.computed_rows
+        return planned.shared_rows, planned.computed_rows, max(stages)
     finally:
-        prefixes.BLOCK = before
         dispatcher.close()
 
 
+IN_STAGES = {"exchange_buffer_bytes": 512}
+ON_TWO_NODES = {"ranks_per_node": "1,2"}
+
+
 @pytest.mark.parametrize("ranks", [1, 2, 3])
-@pytest.mark.parametrize("name", ["llama", "windows", "learned positions", "experts"])
+@pytest.mark.parametrize("name", CONFIGS)
 def test_equal_beginnings_are_computed_once(rank_pools, name, ranks):
-    tokens = sum(sum(lengths) for lengths in SHARED_LENGTHS[:ranks])
-    for block in (4, 5):
-        for settings in ({}, {"document_layout": "fixed"}, {"ping_pong": False}):
-            results = rank_pools[ranks].run(compare_shared_with_stock, name, block, settings)
-            shared, computed = results[0]
-            assert results == [(shared, computed)] * ranks
-            assert shared + computed == tokens
-            assert shared >= 20 * ranks
+    for block, settings, options in (
+        (5, {}, {"checkpointing": True}),
+        (4, {"document_layout": "fixed", "balance_tolerance": 0.01}, {"checkpointing": True}),
+        (5, {**JOINT, "ping_pong": True}, {}),
+        (4, {**JOINT, "ping_pong": False, **IN_STAGES}, {"checkpointing": True}),
+        (3, {**JOINT, **IN_STAGES, **(ON_TWO_NODES if ranks == 3 else {})}, {}),
+        (4, {**JOINT, "keep_received": True}, {"lora": name != "learned positions"}),
+    ):
+        results = rank_pools[ranks].run(
+            partial(compare_shared_with_stock, **options), name, block, settings
+        )
+        shared, computed, stages = results[0]
+        assert results == [results[0]] * ranks
+        assert shared + computed == sum(TREE_TOKENS[:ranks])
+        assert shared >= 20 * ranks
+        assert (stages > 1) is ("exchange_buffer_bytes" in settings)
 
 
 def test_prefixes_are_not_shared_if_not_wanted(rank_pools):
     settings = {"share_prefixes": False}
-    assert rank_pools[1].run(compare_shared_with_stock, "llama", 4, settings) == [(0, 69)]
+    assert rank_pools[1].run(compare_shared_with_stock, "llama", 4, settings) == [(0, 69, 1)]
 
 
 @pytest.mark.parametrize(

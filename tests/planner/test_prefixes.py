@@ -191,12 +191,14 @@ def test_rows_of_paths_lie_in_the_documents_that_hold_them():
     drawn_forests(),
     st.integers(1, 4),
     st.sampled_from(["joint", "fixed", "whole"]),
-    st.sampled_from([None, 3]),
+    st.sampled_from([{}, {"window": 3}, {"chunk": 5}]),
     st.booleans(),
+    st.booleans(),
+    st.sampled_from([1, 8]),
     st.booleans(),
 )
 def test_plans_of_trees_let_every_row_see_its_path(
-    forest, ranks, layout, window, ping_pong, chooses
+    forest, ranks, layout, reach, ping_pong, chooses, buffer_bytes, has_nodes
 ):
     lengths, branches = forest.lengths, forest.branches
     rows = int(forest.tree_lengths.sum())
@@ -204,7 +206,7 @@ def test_plans_of_trees_let_every_row_see_its_path(
     assume(rows >= ranks)
     if layout == "whole":
         assume(len(forest.tree_lengths) >= ranks)
-    kind = AttentionKind(window, q_heads=1, kv_heads=1, dim_qk=1, dim_v=1)
+    kind = AttentionKind(**reach, q_heads=1, kv_heads=1, dim_qk=1, dim_v=1)
     free = costs(FREE, FREE)
     choices = Choices(
         replace(free, kinds=(replace(free.kinds[0], kind=kind),)), tolerances=(0.05, 0.3)
@@ -216,6 +218,8 @@ def test_plans_of_trees_let_every_row_see_its_path(
         document_layout=layout,
         ping_pong=ping_pong,
         balance_block_size=1,
+        exchange_buffer_bytes=buffer_bytes,
+        ranks_per_node=(1, ranks - 1) if has_nodes and ranks > 1 else 1,
         choices=choices if chooses else None,
     )
     plan = plan_micro_batch(lengths.tolist(), plan_settings, branches)

@@ -140,8 +140,8 @@ class DistCAConfig:
         True,
         "Compute equal beginnings of the sequences of padded batches once, such as the prompt of "
         "several completions, if they have 128 tokens or more. Sequences are computed alone, and "
-        "the reason is logged once, where sharing would change results: with dropout, in hybrid "
-        "models, and with attention servers.",
+        "the reason is logged once, where sharing would change results: with dropout, and in "
+        "hybrid models.",
     )
     ranks_per_node: str = setting(
         AUTO,

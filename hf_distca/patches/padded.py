@@ -63,19 +63,19 @@ def plan_ahead(model: nn.Module, batches: Sequence[dict[str, Tensor]]) -> None:
         model: a model that `pack_backbone` has seen, unwrapped.
         batches: `input_ids` and `attention_mask` [B, L] of each batch.
     """
-    backbone: Any = base_model(model).base_model
-    backbone.batches.plan_ahead(lambda: [_padded_batch(batch) for batch in batches])
+    packed: Any = backbone(base_model(model))
+    packed.batches.plan_ahead(lambda: [_padded_batch(batch) for batch in batches])
 
 
 def shares_prefixes(model: nn.Module, config: DistCAConfig, rank: int) -> bool:
     """Return whether equal beginnings of sequences are computed once; rank 0 logs why not, once."""
-    reason = why_not_shared(model, config)
+    reason = why_not_shared(model)
     if config.share_prefixes and reason is not None and rank == 0:
         logger.info_once(f"equal beginnings of sequences are not shared: {reason}")
     return config.share_prefixes and reason is None
 
 
-def why_not_shared(model: nn.Module, config: DistCAConfig) -> str | None:
+def why_not_shared(model: nn.Module) -> str | None:
     """Return why computing equal beginnings of sequences once would change results; None if not.
 
     Each sequence then is computed alone, and the results are those of the padded batch.
@@ -85,8 +85,6 @@ def why_not_shared(model: nn.Module, config: DistCAConfig) -> str | None:
     drawn = _drawn_for_each_row(model)
     if drawn is not None:
         return f"{drawn} draws random numbers for each row"
-    if config.attention_servers != 0:
-        return "attention servers compute whole documents only"
     return None
 
 

@@ -147,13 +147,17 @@ class Stage:
     # bottom-right causal.
     remote_kv: CallTasks
     remote_query: CallTasks  # received queries and keys, bottom-right causal
-    # Received queries and all keys before them; empty with one stage or a window.
+    # Received queries and all keys before them; empty with a window, on servers, and with one stage
+    # where no document continues another.
     remote_query_prefix: CallTasks
 
 
 @dataclass(frozen=True, eq=False)
 class Routes:
-    """Routes of one rank for one plan; servers receive their key rows in the first stage."""
+    """Routes of one rank for one plan.
+
+    Servers receive their key rows in the first stage, which has all their tasks in `remote_query`.
+    """
 
     local_rows: int
     queries: ExchangedRows  # rows of Q, and of O, dO and dQ; never to the rank itself
@@ -185,17 +189,18 @@ def make_routes(plan: Plan, rank: int) -> Routes:
     read_by_local = _reads(remote_kv, arrivals, branches)
     read_by_received = _reads(remote_query, arrivals, branches)
 
-    # 3. For each stage: the exchanges, and the tasks on its rows.
+    # 3. For each stage: the exchanges, and the tasks on its rows. A server has all K/V rows of its
+    #    tasks in one stage.
+    has_all_keys = plan.window is not None or rank >= plan.layout.ranks
     made = []
     for stage in range(stages):
         by_local = read_by_local.compress(read_by_local["stage"] == stage)
         by_received = read_by_received.compress(read_by_received["stage"] == stage)
         if plan.window is None:
             remote_kv_tasks = _before_queries(by_local, arrivals, branches)
-            prefix_tasks = _before_queries(by_received, arrivals, branches)
         else:
-            remote_kv_tasks = _up_to_queries(by_local, arrivals, plan.window)
-            prefix_tasks = _before_queries(by_received[:0], arrivals, branches)
+            remote_kv_tasks = _up_to_queries(by_local, arrivals, plan.window, has_all_keys=True)
+        before = by_received[:0] if has_all_keys else by_received
         made.append(
             Stage(
                 keys=_exchanged(first_hop.compress(first_hop["stage"] == stage), rank, plan),
@@ -203,8 +208,10 @@ def make_routes(plan: Plan, rank: int) -> Routes:
                     second_hop.compress(second_hop["stage"] == stage), rank, plan, arrivals
                 ),
                 remote_kv=remote_kv_tasks,
-                remote_query=_up_to_queries(by_received, arrivals, plan.window),
-                remote_query_prefix=prefix_tasks,
+                remote_query=_up_to_queries(
+                    by_received, arrivals, plan.window, has_all_keys=has_all_keys
+                ),
+                remote_query_prefix=_before_queries(before, arrivals, branches),
             )
         )
     return Routes(
@@ -324,11 +331,18 @@ def _in_place(local: Table, window: int | None) -> CallTasks:
     )
 
 
-def _up_to_queries(reads: Table, arrivals: Table, window: int | None) -> CallTasks:
-    """Return the queries whose own K/V rows are the last ones of a stretch, with all its rows."""
-    # 1. A window that reaches over several documents of a path is one stretch of several reads.
+def _up_to_queries(
+    reads: Table, arrivals: Table, window: int | None, *, has_all_keys: bool
+) -> CallTasks:
+    """Return the queries whose own K/V rows are the last ones of a stretch, with all its rows.
+
+    Args:
+        has_all_keys: whether every task has all its K/V rows in this stage. Its reads are then one
+            stretch, which may reach over several documents of a path.
+    """
+    # 1. The stretches of each task.
     continues = np.zeros(len(reads), np.bool_)
-    if window is not None:
+    if has_all_keys:
         is_same_task = reads["task"][1:] == reads["task"][:-1]
         continues[1:] = is_same_task & (reads["keys_start"][1:] == reads["keys_stop"][:-1])
     first = np.flatnonzero(~continues)

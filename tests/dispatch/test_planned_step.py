@@ -21,7 +21,7 @@ from hf_distca.dispatch.bound import BoundNanoBatch
 from hf_distca.dispatch.dispatcher import Dispatcher
 from hf_distca.dispatch.recorder import NO_ROWS
 from hf_distca.dispatch.rows import IndexBuffer, take
-from hf_distca.kernels import AttentionParams, TaskShapes
+from hf_distca.kernels import AttentionParams, Kernel, TaskShapes
 from hf_distca.kernels.cpu import CpuKernel
 from hf_distca.models.checkpointing import enable_checkpointing
 from hf_distca.patches.head import plan_head
@@ -474,10 +474,17 @@ class Servers:
 
     Args:
         lost: a server, and at which collection it is found lost; None: none is.
+        kernel: computes what they are sent.
     """
 
-    def __init__(self, dispatcher: Dispatcher, lost: tuple[int, int] | None) -> None:
+    def __init__(
+        self,
+        dispatcher: Dispatcher,
+        lost: tuple[int, int] | None,
+        kernel: Kernel | None = None,
+    ) -> None:
         self.groups, self.lost, self.collections = dispatcher.groups, lost, 0
+        self.kernel = kernel or CpuKernel()
         self.events: list[tuple] = []  # what is asked of them, in order
 
     def bind(self, plan, settings):
@@ -515,9 +522,8 @@ class Servers:
                 for name, x in rows.items()
             }
             assert (len(sent["q"]), len(sent["k"])) == (asked.q_count, asked.k_count)
-            answer = computed(plan, ranks + asked.server, self.groups.all_gather(sent), params)[
-                rank
-            ]
+            received = self.groups.all_gather(sent)
+            answer = computed(self.kernel, plan, ranks + asked.server, received, params)[rank]
             if asked.q_count + asked.k_count:
                 answers[asked.server] = answer
         return SimpleNamespace(collect=partial(self._collect, work, answers))
@@ -531,10 +537,10 @@ class Servers:
 
 
 def computed(
-    plan: Plan, worker: int, received: list[dict[str, Tensor]], params
+    kernel: Kernel, plan: Plan, worker: int, received: list[dict[str, Tensor]], params
 ) -> list[dict[str, Tensor]]:
     """A worker's results of what the ranks sent, rank by rank."""
-    kernel, buffer = CpuKernel(), IndexBuffer(CPU)
+    buffer = IndexBuffer(CPU)
     tasks = ServedTasks(plan, worker, buffer)
     buffer.send()
     for kind, name in (("queries", "q"), ("keys", "k")):

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import pairwise
+from typing import Any
 from unittest.mock import patch
 
 import numpy as np
@@ -29,6 +30,7 @@ from hf_distca.plan.intervals import row_counts
 from hf_distca.planner import prefixes
 from hf_distca.planner.prefixes import hashes_of
 from hf_distca.planner.settings import PlanSettings
+from tests.dispatch.test_planned_step import Servers
 from tests.models_and_batches import changed, in_nodes, in_stages
 
 RANKS = 3
@@ -61,7 +63,9 @@ class Trees:
     in_nodes: bool  # whether K/V rows are forwarded inside nodes
     keep_received: bool
     has_sinks: bool
-    tasks_seed: int | None  # tasks cut anywhere, for any ranks; None for those of the planner
+    tasks_seed: int | None  # tasks cut anywhere, for any workers; None for those of the planner
+    has_servers: bool  # whether two servers take part
+    lost: tuple[int, int] | None  # a server, and at which collection it is found lost
 
     def of_ranks(self) -> list[list[Tokens]]:
         return [list(self.sequences[rank::RANKS]) for rank in range(RANKS)]
@@ -89,7 +93,7 @@ def dispatcher(keep_received: bool) -> Dispatcher:
 
 
 def with_random_tasks(plan: MicroBatchPlan, seed: int) -> MicroBatchPlan:
-    """The same layouts, with each document in up to four tasks of random ranks."""
+    """The same layouts, with each document in up to four tasks of random workers."""
     random = np.random.default_rng(seed)
 
     def tasks(of_kind: Plan) -> Plan:
@@ -99,12 +103,35 @@ def with_random_tasks(plan: MicroBatchPlan, seed: int) -> MicroBatchPlan:
             first = int(layout.own_starts[document])
             inner = random.integers(first, length, 3).tolist()
             for start, stop in pairwise(sorted({first, length, *inner})):
-                cut.append((document, start, stop, random.integers(RANKS)))
+                cut.append((document, start, stop, random.integers(of_kind.workers)))
         table = np.array(cut, TASK)
         order = np.lexsort((table["start"], table["document"], table["worker"]))
         return replace(of_kind, tasks=table[order])
 
     return changed(plan, tasks)
+
+
+def as_drawn(plan: MicroBatchPlan, trees: Trees, nodes: tuple[int, ...] | None) -> MicroBatchPlan:
+    """The plan with the tasks, the stages and the nodes that were drawn."""
+    if trees.tasks_seed is not None:
+        plan = with_random_tasks(plan, trees.tasks_seed)
+    return in_nodes(in_stages(plan, trees.stage_rows), nodes if trees.in_nodes else None)
+
+
+class TreeServers(Servers):
+    """Two servers that compute trees."""
+
+    def __init__(self, ours: Dispatcher, trees: Trees) -> None:
+        super().__init__(ours, trees.lost, kernel=ours.kernel)
+        self.trees = trees
+
+    def bind(self, plan: MicroBatchPlan, given: PlanSettings) -> tuple[MicroBatchPlan, Any]:
+        """Bind the plan as it was drawn."""
+        settings_of_trees = replace(given, kinds=(self.trees.kind,), balance_block_size=1)
+        bound, _ = super().bind(plan, settings_of_trees)
+        (plan_of_kind,) = bound.nano_batches[0].plans.values()
+        self.plan = as_drawn(bound, self.trees, plan_of_kind.nodes)
+        return self.plan, self
 
 
 class Rows:
@@ -197,11 +224,9 @@ def compare_with_sequences_alone(trees: Trees) -> int:
     """Compare outputs and gradients; return the number of rows that were not computed."""
     rank, of_ranks, plans = dist.get_rank(), trees.of_ranks(), planned(trees)
     (plan,) = plans.plans
-    if trees.tasks_seed is not None:
-        plan = with_random_tasks(plan, trees.tasks_seed)
     ours = dispatcher(trees.keep_received)
-    nodes = ours.settings.nodes if trees.in_nodes else None
-    bound = ours.bind(in_nodes(in_stages(plan, trees.stage_rows), nodes))
+    ours.remote = TreeServers(ours, trees) if trees.has_servers else None
+    bound = ours.bind(as_drawn(plan, trees, ours.settings.nodes))
     rows = Rows([tokens for of_rank in of_ranks for tokens in of_rank])
     numbers_N = rows_held(trees, plans, rows, bound.rows)
     is_token_N = numbers_N >= 0
@@ -252,6 +277,8 @@ DRAWN = st.builds(
     keep_received=st.booleans(),
     has_sinks=st.booleans(),
     tasks_seed=st.none() | st.integers(0, 99),
+    has_servers=st.booleans(),
+    lost=st.none() | st.tuples(st.integers(0, 1), st.integers(0, 3)),
 )
 
 

@@ -159,6 +159,8 @@ def carried_out(plan):
                 (stage.remote_query, queries[worker], theirs[worker], True),
                 (stage.remote_query_prefix, queries[worker], theirs[worker], False),
             ]
+            # Servers compute these tasks alone.
+            assert worker < plan.layout.ranks or not len(stage.remote_query_prefix.q_lens)
             # Nothing travels that is not used, and nothing twice.
             assert {row for group, *_ in calls[-3:] for row in group.k_rows} == set(
                 range(len(theirs[worker]))

@@ -18,6 +18,7 @@ from hf_distca.trainer.refusals import (
     IMPORTED_AGAIN,
     LIGERS_LOSSES,
     LOSES_DEEPSPEED,
+    NO_BACKEND,
     NOT_CONNECTED,
     PACKED_ARGUMENTS,
 )
@@ -54,7 +55,7 @@ class DistCAPaddedArguments(DistCAConfig, _Arguments):
             self.attention_server_launch = launch
             if launch.serves_on is not None:
                 return  # a server only calls `serve_if_server` with its arguments
-        check((LOSES_DEEPSPEED,), self)
+        check((NO_BACKEND, LOSES_DEEPSPEED), self)
         join_on_cpu(self)
         move_default(self)
         parent: Any = super(DistCAConfig, self)

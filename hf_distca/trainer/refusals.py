@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from types import SimpleNamespace
 from typing import Any
 
+import torch
 from accelerate.utils import DynamoBackend
 from torch import nn
 from transformers import (
@@ -149,6 +150,16 @@ LOSES_DEEPSPEED = Rule(
     lambda args: (
         launched_processes() > 1 and asked_for("DEEPSPEED", args.deepspeed) and args.use_cpu
     ),
+)
+NO_BACKEND = Rule(
+    "deepspeed={0.deepspeed!r:.60} configures DeepSpeed for processes without GPUs",
+    "transformers then names no backend to accelerate, so that each process would train alone",
+    "leave deepspeed out of the arguments, and use accelerate launch --config_file "
+    "examples/configs/zero2.yaml, zero3.yaml or your own, which may name a deepspeed_config_file",
+    lambda args: (
+        launched_processes() > 1 and bool(args.deepspeed) and not torch.accelerator.is_available()
+    ),
+    condition="`deepspeed` in the arguments of several processes without GPUs",
 )
 NOT_CONNECTED = Rule(
     "the launcher started {0.launched} processes, torch.distributed connects {0.in_torch} and "

@@ -88,7 +88,8 @@ REFUSALS: dict[str, tuple[Refusal, ...]] = {
     ),
     "With TRL": (*refusals.SFT_ARGUMENTS, *refusals.SFT_TRAINER, *refusals.TRL_ARGUMENTS),
     "Launch and model": (
-        *(refusals.LOSES_DEEPSPEED, refusals.NOT_CONNECTED, refusals.IMPORTED_AGAIN),
+        *(refusals.NO_BACKEND, refusals.LOSES_DEEPSPEED),
+        *(refusals.NOT_CONNECTED, refusals.IMPORTED_AGAIN),
         *(*refusals.TRAINER, *refusals.PACKED_TRAINER, *refusals.PADDED_TRAINER),
     ),
     "Files and names of data": entries(Source),

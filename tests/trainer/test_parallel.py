@@ -39,7 +39,7 @@ from hf_distca.trainer.parallel import (
     share_on_cpu,
     trained_towers,
 )
-from hf_distca.trainer.refusals import LOSES_DEEPSPEED, NOT_CONNECTED, TRAINER, Run
+from hf_distca.trainer.refusals import LOSES_DEEPSPEED, NO_BACKEND, NOT_CONNECTED, TRAINER, Run
 from tests.models_and_batches import small_model
 from tests.ranks import RankPool
 from tests.refused import refused
@@ -234,6 +234,17 @@ def test_processes_on_cpus_join(launched, launch, use_cpu, backend):
     assert args.use_cpu == use_cpu
     assert args.ddp_backend == backend
     assert args.dataloader_pin_memory is (backend is None)  # Trainer sees to it with use_cpu
+
+
+def test_deepspeed_in_the_arguments_needs_gpus(launched, monkeypatch, tmp_path):
+    given = {"deepspeed": {"zero_optimization": {"stage": 2}}}
+    for strategy in ("", "DEEPSPEED"):
+        launched(strategy=strategy)
+        with refused(NO_BACKEND):
+            DistCATrainingArguments(output_dir=str(tmp_path), use_cpu=True, **given)
+    check((NO_BACKEND,), launched(gpu=True, **given))
+    check((NO_BACKEND,), launched(processes=1, **given))
+    check((NO_BACKEND,), launched(strategy="DEEPSPEED"))
 
 
 def test_launches_that_would_train_alone_or_without_deepspeed(launched, monkeypatch, tmp_path):

@@ -7,10 +7,12 @@ are TRL's.
 """
 
 from dataclasses import dataclass
+from math import gcd
 from typing import Any
 
 import torch
 from torch import Tensor
+from transformers.utils.logging import get_logger
 
 from hf_distca.patches.padded import plan_ahead
 from hf_distca.plan import ATTENTION_NAME
@@ -18,6 +20,7 @@ from hf_distca.refusal import PackageError, check
 from hf_distca.trainer.arguments import DistCAPaddedArguments
 from hf_distca.trainer.padded import DistCAPaddedMixin
 from hf_distca.trainer.refusals import IMAGES, TRL_ARGUMENTS
+from hf_distca.trainer.rollouts import kept_together, why_shuffled
 
 try:
     from trl import (
@@ -40,6 +43,8 @@ except ModuleNotFoundError as error:
         "DistCARewardTrainer are based on TRL, which is not installed; run pip install "
         "'hf_distca[trl]'"
     ) from error
+
+logger = get_logger(__name__)
 
 
 @dataclass
@@ -92,26 +97,42 @@ class TRLMixin(DistCAPaddedMixin):
 
 
 class RolloutMixin(TRLMixin):
-    """Plans of rollouts, which are made ahead: rollouts are known long before the model sees them.
+    """Rollouts, which are all known before the model sees the first of them.
 
-    They are planned on a thread while the model computes.
+    Those of a prompt are kept together, and plans are made on a thread while the model computes.
     """
 
     def _prepare_inputs(self, *args: Any, **kwargs: Any) -> Any:
-        """Generate rollouts as TRL does, and plan the micro-batches that they are divided into."""
+        """Generate rollouts as TRL does, divide them into micro-batches, and plan these."""
         trainer: Any = self
         earlier = trainer._buffered_inputs
         inputs = super()._prepare_inputs(*args, **kwargs)
-        if trainer._buffered_inputs is not earlier:
-            batches = []
-            for rollouts in trainer._buffered_inputs:
-                batch = {
-                    name: torch.cat([rollouts[f"prompt_{part}"], rollouts[f"completion_{part}"]], 1)
-                    for name, part in (("input_ids", "ids"), ("attention_mask", "mask"))
-                }
-                batches.append(batch)
-            plan_ahead(self.model, batches)
-        return inputs
+        if trainer._buffered_inputs is earlier:
+            return inputs
+        micro_batches = self._divided_by_prompts(trainer._buffered_inputs)
+        trainer._buffered_inputs = micro_batches
+        batches = []
+        for rollouts in micro_batches:
+            batch = {
+                name: torch.cat([rollouts[f"prompt_{part}"], rollouts[f"completion_{part}"]], 1)
+                for name, part in (("input_ids", "ids"), ("attention_mask", "mask"))
+            }
+            batches.append(batch)
+        plan_ahead(self.model, batches)
+        return micro_batches[trainer._step % len(micro_batches)]
+
+    def _divided_by_prompts(self, micro_batches: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Return the micro-batches with completions of a prompt together, if the loss allows it."""
+        # As many successive micro-batches are always of one optimizer step.
+        together = gcd(len(micro_batches), self.args.gradient_accumulation_steps)
+        if together == 1 or not self._shares_prefixes:
+            return micro_batches
+        reason = why_shuffled(self)
+        if reason is None:
+            return kept_together(micro_batches, together, self.dispatcher.groups)
+        if self.args.process_index == 0:
+            logger.info_once(f"completions of a prompt are not kept together: {reason}")
+        return micro_batches
 
     def _get_per_token_logps_and_entropies(
         self,

@@ -19,6 +19,7 @@ import hf_distca
 from hf_distca.dispatch import padded
 from hf_distca.dispatch.groups import Groups
 from hf_distca.patches.padded import PackedBackbone
+from hf_distca.trainer import preference
 from hf_distca.trainer.refusals import TRL_ARGUMENTS
 from tests.models_and_batches import exchanging, small_model
 from tests.ranks import RankPool
@@ -153,6 +154,66 @@ def test_rollouts_are_planned_as_soon_as_they_are_known(rank_pools, tmp_path, ki
     chunks = ["ahead", "packed", "packed"]
     events = [*chunks, *chunks, "ahead", *["packed"] * 4]
     assert rank_pools[2].run(plans_of_rollouts, str(tmp_path), kind) == [(events, 6)] * 2
+
+
+# Completions of a prompt in one micro-batch
+
+DIVIDED = {"per_device_train_batch_size": 2, "num_generations": 4, "max_steps": 1}
+"""Each rank has two prompts with four completions each, and two at a time."""
+MEANS = "kl|entropy|clip_ratio/.*"
+"""Figures that TRL computes of each micro-batch, and then takes the mean."""
+TOGETHER = {
+    "dapo": Case("grpo", arguments={**DIVIDED, "gradient_accumulation_steps": 4}),
+    "grpo, several steps": Case(
+        "grpo",
+        arguments={
+            **DIVIDED,
+            "loss_type": "grpo",
+            "gradient_accumulation_steps": 2,
+            "steps_per_generation": 4,
+            "num_iterations": 2,
+            "max_steps": 3,
+        },
+    ),
+    "dr_grpo, several generations": Case(
+        "grpo",
+        arguments={
+            **DIVIDED,
+            "loss_type": "dr_grpo",
+            "gradient_accumulation_steps": 8,
+            "steps_per_generation": 4,
+        },
+    ),
+    "rloo": Case("rloo", arguments={**DIVIDED, "gradient_accumulation_steps": 4}),
+}
+
+
+def compare_kept_together(folder: str, case: Case) -> float:
+    """Compare with TRL's own order; return the shared rows of all steps."""
+    expected = train(f"{folder}/stock", case, planned=False)
+    found = train(f"{folder}/together", case, planned=True)
+    compare(found, expected, WITHIN, besides=MEANS)
+    return shared_rows(found)
+
+
+def shared_rows(trained: dict[str, Any]) -> float:
+    return float(sum(step.get("distca/shared_rows", 0) for step in trained["figures"]))
+
+
+def shared_in_order_of_trl(folder: str, case: Case) -> float:
+    """Return the shared rows of a training whose rollouts stay where TRL shuffles them."""
+    with patch.object(preference, "why_shuffled", lambda _: "a test"):
+        return shared_rows(train(folder, case, planned=True))
+
+
+@pytest.mark.parametrize("name", TOGETHER)
+def test_completions_of_a_prompt_share_a_micro_batch(rank_pools, tmp_path, name):
+    case = TOGETHER[name]
+    (shared, _) = rank_pools[2].run(compare_kept_together, str(tmp_path), case)
+    assert shared > 0
+    if name == "dapo":
+        (apart, _) = rank_pools[2].run(shared_in_order_of_trl, str(tmp_path / "apart"), case)
+        assert shared > 1.2 * apart > 0
 
 
 def train_in_bf16(folder: str) -> tuple[float, float]:

@@ -32,10 +32,9 @@ import os
 import random
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from operator import itemgetter
 from typing import Any
 
 import torch
@@ -51,15 +50,17 @@ from harness import (
     report,
     rounds_parser,
     run_ranks,
+    slowest,
     take_rounds,
 )
-from harness.models import VOCABULARY, llama
+from harness.models import QUARTER_OF_600M, VOCABULARY, llama
 from harness.padded import (
     LONGEST,
     Batch,
     forward_backward,
     keep_only_inputs_of_layers,
     lengths_that_add_up,
+    norm_of_gradients,
     padded_batches,
     rollout_lengths,
 )
@@ -75,15 +76,6 @@ from hf_distca.predict.shapes import ModelShape
 
 CPU = torch.device("cpu")
 RANKS = 2
-SIZES = {
-    "hidden_size": 256,
-    "intermediate_size": 768,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "head_dim": 64,
-}
-"""A quarter of the width of a Qwen3-0.6B."""
 STRATEGIES = ("padded to all", "padded to eight", "packed", "hf_distca")
 WITHOUT_PLANS = STRATEGIES[:2]
 QWEN3_600M = ModelShape.llama(28, 1024, 3072, 16, 8, 151936)
@@ -115,7 +107,7 @@ class Case:
 def model_of(case: Case, strategy: str) -> tuple[nn.Module, Dispatcher | None]:
     """The model of a strategy, and its dispatcher if it has one. A collective call."""
     positions = LONGEST // case.scale
-    model = llama(positions, "sdpa" if strategy in WITHOUT_PLANS else "distca", **SIZES)
+    model = llama(positions, "sdpa" if strategy in WITHOUT_PLANS else "distca", **QUARTER_OF_600M)
     keep_only_inputs_of_layers(model)
     if strategy in WITHOUT_PLANS:
         return model, None
@@ -137,20 +129,6 @@ def step_of(case: Case, strategy: str, model: nn.Module, seed: int) -> Callable[
     return partial(forward_backward, model, batches, case.targets(seed))
 
 
-def norm_of_gradients(model: nn.Module) -> float:
-    """Norm of the gradients added up over ranks; the model has none afterwards.
-
-    A collective call.
-    """
-    total = 0.0
-    for parameter in model.parameters():
-        assert parameter.grad is not None
-        dist.all_reduce(parameter.grad)
-        total += parameter.grad.square().sum().item()
-    model.zero_grad()
-    return total**0.5
-
-
 class Exchanges:
     """Counts exchanges, and the bytes that this rank sends to others, while it is entered."""
 
@@ -170,7 +148,7 @@ class Exchanges:
         self, received: torch.Tensor, sent: torch.Tensor, to: Any, of: list[int], **options: Any
     ) -> Any:
         row_bytes = sent[0].nbytes if len(sent) else 0
-        hidden_bytes = SIZES["hidden_size"] * 4
+        hidden_bytes = QUARTER_OF_600M["hidden_size"] * 4
         kind = "tokens" if row_bytes < hidden_bytes else "hidden states and their gradients"
         if options.get("async_op"):
             kind = "core attention"
@@ -336,7 +314,7 @@ def main() -> None:
     found = run_ranks(RANKS, checked, case)[0]
     memory = {strategy: max(run_ranks(RANKS, memory_of, case, strategy)) for strategy in STRATEGIES}
     with Ranks(RANKS, prepare, case) as ranks:
-        measured = take_rounds(options, lambda: slower(ranks.take()))
+        measured = take_rounds(options, lambda: slowest(ranks.take()))
     report(
         measured,
         ratios(),
@@ -345,11 +323,6 @@ def main() -> None:
         memory_mib=memory,
         rows=rows_of(case),
     )
-
-
-def slower(of_ranks: Sequence[Round]) -> Round:
-    """Each figure, of the rank that takes longer."""
-    return {name: max(map(itemgetter(name), of_ranks)) for name in of_ranks[0]}
 
 
 if __name__ == "__main__":

@@ -17,6 +17,15 @@ from hf_distca.kernels import AttentionParams, Kernel, TaskShapes
 from hf_distca.plan import MicroBatchPlan
 
 VOCABULARY = 1024
+QUARTER_OF_600M = {
+    "hidden_size": 256,
+    "intermediate_size": 768,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 64,
+}
+"""A quarter of the width of a Qwen3-0.6B."""
 
 
 def llama(

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
@@ -45,6 +46,7 @@ class Batch:
 
     input_ids: Tensor
     attention_mask: Tensor
+    is_target: Tensor  # [B, L] whether a token is predicted from those before it
 
 
 def padded_batches(
@@ -63,17 +65,34 @@ def padded_batches(
     """
     generator = torch.Generator().manual_seed(1)
     documents = [torch.randint(3, vocabulary, (length,), generator=generator) for length in lengths]
-    batches = []
-    for first in range(0, len(documents), at_once):
-        part = documents[first : first + at_once]
-        columns = max(len(document) for document in (documents if to_all else part))
-        ids_BL = torch.zeros(len(part), columns, dtype=torch.int64)
-        mask_BL = torch.zeros_like(ids_BL)
-        for row, document in enumerate(part):
-            ids_BL[row, : len(document)] = document
-            mask_BL[row, : len(document)] = 1
-        batches.append(Batch(ids_BL.to(device), mask_BL.to(device)))
-    return batches
+    longest = max(lengths) if to_all else 0
+    return [
+        batch_of(documents[first : first + at_once], device, columns=longest)
+        for first in range(0, len(documents), at_once)
+    ]
+
+
+def batch_of(
+    documents: Sequence[Tensor],
+    device: torch.device,
+    *,
+    columns: int = 0,
+    given: Sequence[int] | None = None,
+) -> Batch:
+    """A batch of sequences, padded to the longest of them, and to `columns` at least.
+
+    Args:
+        given: the number of tokens at the beginning of each sequence that are no targets; None: the
+            first token alone.
+    """
+    columns = max(columns, *(len(document) for document in documents))
+    ids_BL = torch.zeros(len(documents), columns, dtype=torch.int64)
+    mask_BL, is_target_BL = torch.zeros_like(ids_BL), torch.zeros_like(ids_BL, dtype=torch.bool)
+    for row, document in enumerate(documents):
+        ids_BL[row, : len(document)] = document
+        mask_BL[row, : len(document)] = 1
+        is_target_BL[row, 1 if given is None else given[row] : len(document)] = True
+    return Batch(ids_BL.to(device), mask_BL.to(device), is_target_BL.to(device))
 
 
 def keep_only_inputs_of_layers(model: nn.Module) -> None:
@@ -96,13 +115,27 @@ def forward_backward(model: nn.Module, batches: Sequence[Batch], targets: int) -
         hidden_BLH = model.base_model(
             input_ids=batch.input_ids, attention_mask=batch.attention_mask, use_cache=False
         ).last_hidden_state
-        has_target_BL = batch.attention_mask[:, 1:].bool()
-        rows_NH = hidden_BLH[:, :-1][has_target_BL]
-        wanted_N = batch.input_ids[:, 1:][has_target_BL]
+        is_target_BL = batch.is_target[:, 1:]
+        rows_NH = hidden_BLH[:, :-1][is_target_BL]
+        wanted_N = batch.input_ids[:, 1:][is_target_BL]
         loss = sum(_losses(model.lm_head, rows_NH, wanted_N)) / targets
         loss.backward()
         total += loss.item()
     return total
+
+
+def norm_of_gradients(model: nn.Module) -> float:
+    """Norm of the gradients added up over ranks; the model has none afterwards.
+
+    A collective call.
+    """
+    total = 0.0
+    for parameter in model.parameters():
+        assert parameter.grad is not None
+        dist.all_reduce(parameter.grad)
+        total += parameter.grad.square().sum().item()
+    model.zero_grad()
+    return total**0.5
 
 
 def _losses(head: nn.Module, rows_NH: Tensor, wanted_N: Tensor) -> Iterator[Tensor]:

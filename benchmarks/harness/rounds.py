@@ -85,6 +85,11 @@ def take_rounds(options: Namespace, take: Callable[[], Round]) -> Measured:
     return Measured(ours, theirs, None if other is None else other.commit)
 
 
+def slowest(of_ranks: Sequence[Round]) -> Round:
+    """Each figure, of the rank that takes longest or needs most."""
+    return {name: max(map(itemgetter(name), of_ranks)) for name in of_ranks[0]}
+
+
 class _Other:
     """The same script of another checkout, in a process of its own.
 

@@ -1,0 +1,211 @@
+"""Equal beginnings of sequences computed once, on CPU ranks: forward and backward of padded batches
+with and without sharing.
+
+  groups    a group for each rank as GRPO trains it: a prompt of 1,024 tokens, and 8 completions of
+            64 to 256
+  pairs     eight pairs of DPO: a prompt of 256 to 1,024 tokens, a chosen and a rejected answer of
+            64 to 256
+  sessions  a session of an agent for each rank: 512 tokens that all sessions begin with, and eight
+            turns of 64 to 256. Each turn is an example, which has all turns before it
+
+The model is a LLaMA with two layers and a quarter of the width of a Qwen3-0.6B; float32, gradient
+checkpointing. Two ranks have half of the sequences each, and call the model with eight at a time.
+Only completions, answers and the last turn of an example get logits. Both strategies pack:
+
+  alone     pack_padded with share_prefixes=False: every sequence is computed by itself
+  shared    pack_padded: equal beginnings are computed once
+
+A round runs all cases by both strategies in shuffled order. Reading the batches, hashing,
+exchanging hashes, planning and binding are part of a step. Every round has other lengths and
+tokens, so that no plan is made before. Rows are those of all ranks. Memory is the most that a rank
+held in a step above what it held before, each strategy in processes of its own. Rows and memory are
+those of the first round.
+
+Run: python benchmarks/prefixes.py [--rounds 8] [--scale 1]
+"""
+
+import os
+import random
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import product
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from harness import (
+    Ranks,
+    Round,
+    begin_peak,
+    follow_tensors,
+    keep_freed_memory,
+    over,
+    peak,
+    report,
+    rounds_parser,
+    run_ranks,
+    slowest,
+    take_rounds,
+)
+from harness.models import QUARTER_OF_600M, VOCABULARY, llama
+from harness.padded import (
+    Batch,
+    batch_of,
+    forward_backward,
+    keep_only_inputs_of_layers,
+    norm_of_gradients,
+)
+from harness.prefixes import CASES, EXAMPLES, Example
+from torch import nn
+
+from hf_distca import DistCAConfig, pack_padded
+from hf_distca.dispatch.padded import PaddedBatch
+
+CPU = torch.device("cpu")
+RANKS = 2
+STRATEGIES = ("alone", "shared")
+POSITIONS = 4096
+
+
+def model_of(strategy: str) -> nn.Module:
+    """The model of a strategy. A collective call."""
+    model = llama(POSITIONS, **QUARTER_OF_600M)
+    keep_only_inputs_of_layers(model)
+    # All sequences of a call fit at once.
+    config = DistCAConfig(tokens_per_rank=EXAMPLES * POSITIONS, share_prefixes=strategy == "shared")
+    pack_padded(model, config, CPU)
+    return model
+
+
+def examples_of(case: str, seed: int, scale: int) -> list[Example]:
+    """Examples of all ranks, rank by rank."""
+    return CASES[case](RANKS, VOCABULARY, seed, scale)
+
+
+def batch_of_rank(examples: Sequence[Example]) -> Batch:
+    """The batch of this rank."""
+    own = examples[dist.get_rank() * EXAMPLES :][:EXAMPLES]
+    return batch_of(
+        [example.tokens for example in own], CPU, given=[example.given for example in own]
+    )
+
+
+def step_of(case: str, model: nn.Module, seed: int, scale: int) -> Callable[[], float]:
+    """Forward and backward of this rank's batch, which is made before.
+
+    The call returns the loss of the rank.
+    """
+    examples = examples_of(case, seed, scale)
+    targets = sum(len(example.tokens) - example.given for example in examples)
+    return partial(forward_backward, model, [batch_of_rank(examples)], targets)
+
+
+def checked(scale: int) -> dict[str, Any]:
+    """Rows, loss and norm of gradients of each case and strategy, for the first examples."""
+    found: dict[str, Any] = {}
+    models = {strategy: model_of(strategy) for strategy in STRATEGIES}
+    for case, strategy in product(CASES, STRATEGIES):
+        model = models[strategy]
+        rows = rows_of(model, batch_of_rank(examples_of(case, 0, scale)))
+        loss = torch.tensor(step_of(case, model, 0, scale)())
+        dist.all_reduce(loss)
+        found[f"{case}, {strategy}"] = {
+            "rows": rows,
+            "loss": loss.item(),
+            "norm of gradients": norm_of_gradients(model),
+        }
+    return found
+
+
+def rows_of(model: Any, batch: Batch) -> int:
+    """Rows that all ranks compute of a batch. A collective call."""
+    packed = model.base_model.batches.pack(
+        lambda: PaddedBatch({"input_ids": batch.input_ids}, batch.attention_mask)
+    )
+    return sum(bound.plan.document_tokens for _, bound in packed.micro_batches)
+
+
+def memory_of(strategy: str, scale: int) -> dict[str, float]:
+    """MiB above the start in a step of each case, in processes that compute no other strategy."""
+    follow_tensors()
+    model = model_of(strategy)
+    # What is made once, such as threads, and code that is loaded.
+    warm = batch_of([torch.arange(3, 11), torch.arange(3, 7)], CPU)
+    forward_backward(model, [warm], 20)
+    found = {}
+    for case in CASES:
+        model.zero_grad()
+        step = step_of(case, model, 0, scale)
+        dist.barrier()
+        before = begin_peak()
+        step()
+        found[f"{case}, {strategy}, MiB"] = (peak() - before) / 2**20
+    return found
+
+
+def prepare(scale: int) -> Callable[[], Round]:
+    """Make the models on this rank, and a round: every case by both strategies once, in an order
+    that is the same on all ranks.
+    """
+    keep_freed_memory()
+    models = {strategy: model_of(strategy) for strategy in STRATEGIES}
+    order = random.Random(0)
+    seeds = iter(range(1 << 30))
+    runs = list(product(CASES, STRATEGIES))
+
+    def take() -> Round:
+        seed = next(seeds)
+        seconds = {}
+        for case, strategy in order.sample(runs, len(runs)):
+            step = step_of(case, models[strategy], seed, scale)
+            dist.barrier()
+            begin = time.perf_counter()
+            step()
+            dist.barrier()
+            seconds[case, strategy] = time.perf_counter() - begin
+            models[strategy].zero_grad()
+        figures = {f"{case}, {strategy}, s": seconds[case, strategy] for case, strategy in runs}
+        return {**figures, "load average": os.getloadavg()[0]}
+
+    take()  # warms up
+    return take
+
+
+def largest_differences(found: dict[str, Any]) -> dict[str, float]:
+    """The largest relative difference of loss and norm between the strategies, by case."""
+    differences = {}
+    for case in CASES:
+        alone, shared = (found[f"{case}, {strategy}"] for strategy in STRATEGIES)
+        differences[case] = max(
+            abs(shared[name] - alone[name]) / abs(alone[name])
+            for name in ("loss", "norm of gradients")
+        )
+    return differences
+
+
+def main() -> None:
+    parser = rounds_parser(
+        __doc__, rounds=8, scale=(1, "divides all lengths; below 128 tokens nothing is shared")
+    )
+    options = parser.parse_args()
+    found = run_ranks(RANKS, checked, options.scale)[0]
+    memory: dict[str, float] = {}
+    for strategy in STRATEGIES:
+        memory |= slowest(run_ranks(RANKS, memory_of, strategy, options.scale))
+    with Ranks(RANKS, prepare, options.scale) as ranks:
+        measured = take_rounds(options, lambda: slowest(ranks.take()))
+    ratios = {
+        f"{case}, alone / shared": over(f"{case}, alone, s", f"{case}, shared, s") for case in CASES
+    }
+    report(
+        measured,
+        ratios,
+        rows={name: figures["rows"] for name, figures in found.items()},
+        memory=memory,
+        largest_difference=largest_differences(found),
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -131,10 +131,11 @@ class DistCAConfig:
     )
     mlp_chunk_rows: int = setting(
         0,
-        "Compute the MLPs of decoder layers over this many rows at a time, and again in the "
-        "backward pass. The memory between their projections then does not grow with "
-        "tokens_per_rank, at the cost of one more forward pass of the MLPs. 0 computes all rows "
-        "at once; 4096 to 16384 keep a GPU busy. Experts are not changed.",
+        "Compute the MLPs and norms of decoder layers over this many rows at a time, and again in "
+        "the backward pass. The memory between an MLP's projections then does not grow with "
+        "tokens_per_rank. Under gradient checkpointing, where the recomputation of a layer ends "
+        "before its MLP, this takes no further forward pass of the MLPs; elsewhere it takes one. 0 "
+        "computes all rows at once; 4096 to 16384 keep a GPU busy. Experts are not changed.",
     )
     share_prefixes: bool = setting(
         True,

@@ -1,8 +1,14 @@
-"""Decoder MLPs over chunks of rows, so that intermediate rows exist for one chunk at a time.
+"""MLPs and norms of decoder layers over chunks of rows: few intermediate rows exist at once.
 
-An MLP computes each row independently, so that chunks give the same rows. Each chunk is
-checkpointed: otherwise autograd would keep all chunks' intermediate rows. This is *TiledMLP* of
-"Arctic Long Sequence Training" (arXiv 2506.13996).
+An MLP or a norm computes each row independently, so that chunks give the same rows. Each chunk is
+checkpointed: otherwise autograd would keep all chunks' intermediate rows. For MLPs this is
+*TiledMLP* of "Arctic Long Sequence Training" (arXiv 2506.13996).
+
+A chunk of an MLP inside a checkpointed layer would run forward three times: at first, when the
+layer is recomputed, and when the chunk is. The layer's recomputation ends with the last tensor that
+the layer's backward needs. An MLP's rows are therefore saved before all chunks run, and the chunks
+save nothing that the layer's checkpoint sees. Where nothing after the MLP needs its result, the
+recomputation ends before the MLP, and a chunk runs twice, as rows of a whole MLP do.
 """
 
 import logging
@@ -12,6 +18,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from hf_distca.models.decoder import decoder_layers
@@ -20,9 +28,12 @@ from hf_distca.refusal import RefusedError
 
 logger = logging.getLogger(__name__)
 
+NORMS = ("RMSNorm", "LayerNorm", "L2Norm")
+"""Ends of the names of classes that normalise each row alone."""
 
-def chunk_mlps(model: nn.Module, rows: int) -> None:
-    """Make a model's decoder MLPs compute `rows` rows at a time, in place.
+
+def chunk_layers(model: nn.Module, rows: int) -> None:
+    """Make the MLPs and norms of a model's decoder layers compute `rows` rows at a time, in place.
 
     Call it before `prepare`.
 
@@ -32,9 +43,17 @@ def chunk_mlps(model: nn.Module, rows: int) -> None:
         ValueError: no decoder layer has an MLP that can be divided.
     """
     subclasses: dict[type[nn.Module], type[nn.Module]] = {}
+
+    def divide(module: nn.Module, base: type[nn.Module]) -> None:
+        cls = type(module)
+        if not issubclass(cls, base):
+            module.__class__ = subclasses.setdefault(cls, subclass(cls, base))
+        vars(module)["chunk_rows"] = rows
+
     left: dict[str, None] = {}
-    chunked = 0
-    for module in (child for layer in decoder_layers(model) for child in layer.children()):
+    divided = 0
+    layers = decoder_layers(model)
+    for module in (child for layer in layers for child in layer.children()):
         cls = type(module)
         if not cls.__name__.endswith(("MLP", "MoE", "MoeBlock", "FeedForward")):
             continue
@@ -45,18 +64,19 @@ def chunk_mlps(model: nn.Module, rows: int) -> None:
         elif "forward" in vars(module):
             left[f"{cls.__name__} has another forward, such as Liger's"] = None
         else:
-            if not issubclass(cls, _ChunkedMLP):
-                module.__class__ = subclasses.setdefault(cls, subclass(cls, _ChunkedMLP))
-            vars(module)["chunk_rows"] = rows
-            chunked += 1
+            divide(module, _ChunkedMLP)
+            divided += 1
     reasons = "; ".join(left) or "they have no module whose class name ends in MLP"
-    if not chunked:
+    if not divided:
         raise RefusedError(
             f"mlp_chunk_rows={rows} has no effect on the decoder layers of {type(model).__name__}: "
             f"{reasons}; set mlp_chunk_rows=0"
         )
     if left:
         logger.warning("mlp_chunk_rows does not apply to some MLPs: %s", reasons)
+    for module in (inner for layer in layers for inner in layer.modules()):
+        if type(module).__name__.endswith(NORMS) and "forward" not in vars(module):
+            divide(module, _ChunkedNorm)
 
 
 class _ChunkedMLP(nn.Module):
@@ -68,8 +88,106 @@ class _ChunkedMLP(nn.Module):
         compute: Callable[..., Tensor] = super().forward
         if x.shape[-2] <= self.chunk_rows:
             return compute(x, *args, **kwargs)
-        if torch.is_grad_enabled():
-            compute = partial(checkpoint, compute, use_reentrant=False)
-        return torch.cat(
-            [compute(chunk, *args, **kwargs) for chunk in torch.split(x, self.chunk_rows, -2)], -2
+
+        def of_chunk(chunk: Tensor) -> Tensor:
+            return compute(chunk, *args, **kwargs)
+
+        if torch.is_grad_enabled() and x.requires_grad:
+            return _saved_before_chunks(of_chunk, x, self.chunk_rows)
+        return _in_chunks(of_chunk, x, self.chunk_rows, -2)
+
+
+class _ChunkedNorm(nn.Module):
+    """Base that precedes a norm's own class."""
+
+    chunk_rows: int
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        compute: Callable[..., Tensor] = super().forward
+        # Q and K have heads beside rows, before or after them.
+        dim = max(range(x.ndim - 1), key=lambda index: x.shape[index])
+        others = args or kwargs  # such as a gate, whose rows would have to be divided too
+        if others or x.shape[dim] <= self.chunk_rows:
+            return compute(x, *args, **kwargs)
+        return _in_chunks(compute, x, self.chunk_rows, dim)
+
+
+def _in_chunks(compute: Callable[[Tensor], Tensor], x: Tensor, rows: int, dim: int) -> Tensor:
+    """Compute chunks of rows, each checkpointed if gradients are on."""
+    if torch.is_grad_enabled():
+        compute = partial(checkpoint, compute, use_reentrant=False)
+    return torch.cat([compute(chunk) for chunk in torch.split(x, rows, dim)], dim)
+
+
+def _saved_before_chunks(compute: Callable[[Tensor], Tensor], x: Tensor, rows: int) -> Tensor:
+    """Compute checkpointed chunks of rows; save the rows once, before all chunks."""
+    kept = _KeptRows(rows)
+    keep: Any = _Keep.apply
+    unpack: Any = _Unpack.apply
+    x = keep(kept, x)
+    kept.chunks = torch.split(x, rows, -2)
+
+    def of_chunk(index: int) -> Tensor:
+        return compute(kept.chunks[index])
+
+    # Checkpoints of some versions of torch save an empty tensor, for which a checkpoint around them
+    # would wait.
+    with saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
+        computed = [
+            checkpoint(of_chunk, index, use_reentrant=False) for index in range(len(kept.chunks))
+        ]
+    kept.chunks = ()
+    result: Tensor = unpack(kept, torch.cat(computed, -2))
+    return result
+
+
+class _KeptRows:
+    """Rows of an MLP, as chunks while the MLP runs forward or backward.
+
+    Attributes:
+        rows: most rows of a chunk.
+        node: autograd node that keeps all rows for the backward.
+    """
+
+    def __init__(self, rows: int) -> None:
+        self.rows = rows
+        self.chunks: tuple[Tensor, ...] = ()
+        self.node: Any = None
+
+    def unpack(self) -> None:
+        """Take the chunks from the node."""
+        (x,) = self.node.saved_tensors
+        self.chunks = tuple(
+            chunk.detach().requires_grad_() for chunk in torch.split(x, self.rows, -2)
         )
+
+
+class _Keep(torch.autograd.Function):
+    """Node that keeps an MLP's rows."""
+
+    @staticmethod
+    def forward(ctx: Any, kept: _KeptRows, x: Tensor) -> Tensor:
+        kept.node, ctx.kept = ctx, kept
+        ctx.save_for_backward(x)
+        return x.view_as(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor]:
+        ctx.kept.chunks = ()  # all chunks have run, but nodes live until the whole backward ends
+        return None, grad
+
+
+class _Unpack(torch.autograd.Function):
+    """Node whose backward takes the rows from where they are kept, before chunks need them."""
+
+    @staticmethod
+    def forward(ctx: Any, kept: _KeptRows, result: Tensor) -> Tensor:
+        ctx.kept = kept
+        return result.view_as(result)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor]:
+        ctx.kept.unpack()
+        return None, grad

@@ -52,7 +52,7 @@ def prepare_model(
     """
     from hf_distca.models.decoder import mixing_layers
     from hf_distca.patches.attention import PREPARED, distca_attention, distca_mask
-    from hf_distca.patches.chunked_mlp import chunk_mlps
+    from hf_distca.patches.chunked_mlp import chunk_layers
     from hf_distca.patches.head import plan_head
     from hf_distca.patches.layers import plan_layers
     from hf_distca.patches.rotary import plan_rotary
@@ -64,5 +64,5 @@ def prepare_model(
     if ping_pong or mixing_layers(model):
         plan_layers(model)
     if config.mlp_chunk_rows:
-        chunk_mlps(model, config.mlp_chunk_rows)
+        chunk_layers(model, config.mlp_chunk_rows)
     plan_head(model, config.loss_chunk_bytes, memory)

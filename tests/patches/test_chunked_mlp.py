@@ -3,12 +3,13 @@
 import logging
 
 import pytest
+import torch
 from transformers import PreTrainedModel
 
 from hf_distca.memory.micro_batch import Use, count_micro_batch
 from hf_distca.models.checkpointing import enable_checkpointing
 from hf_distca.models.fake import model_after
-from hf_distca.patches.chunked_mlp import chunk_mlps
+from hf_distca.patches.chunked_mlp import chunk_layers
 from hf_distca.patches.layers import plan_layers
 from hf_distca.planner.micro_batch import plan_micro_batch
 from hf_distca.planner.settings import PlanSettings
@@ -35,7 +36,7 @@ def _model(model_type: str, rows: int, checkpointing: bool | None) -> PreTrained
     if model_type == "lora":
         model = with_lora(model)
     if rows:
-        chunk_mlps(model, rows)
+        chunk_layers(model, rows)
     if checkpointing is not None:
         enable_checkpointing(model, {"use_reentrant": checkpointing})
         model.enable_input_require_grads()
@@ -61,14 +62,17 @@ def test_same_loss_and_gradients(model_type, checkpointing):
     (loss, grads), (got_loss, got) = steps
     assert got_loss == pytest.approx(loss, rel=1e-12)
     assert got.keys() == grads.keys()
-    assert max(relative_error(got[name], grads[name]) for name in grads) < 1e-12
+    # Gemma 2 adds up the gradients of a norm's weights in float32.
+    for name, grad in grads.items():
+        is_rounded = model_type == "gemma2" and "norm" in name
+        assert relative_error(got[name], grad) < (1e-6 if is_rounded else 1e-12), name
 
 
 def _planned(checkpointing: bool | None) -> Step:
     dispatcher = dispatcher_of_all_ranks(ping_pong=True)
     model = small_model().train()
     plan_layers(model)
-    chunk_mlps(model, ROWS)
+    chunk_layers(model, ROWS)
     if checkpointing is not None:
         enable_checkpointing(model, {"use_reentrant": checkpointing})
     bound = dispatcher.bind(plan_micro_batch(LENGTHS, dispatcher.settings))
@@ -82,13 +86,46 @@ def test_planned_steps(rank_pools, checkpointing):
         assert_same_step(got, expected)
 
 
+@pytest.mark.parametrize(
+    ("model_type", "checkpointing", "runs"),
+    [("llama", False, 2), ("llama", True, 3), ("llama", None, 2), ("gemma2", False, 3)],
+)
+def test_a_chunk_runs_forward_no_more_often_than_needed(model_type, checkpointing, runs):
+    """The last norm of a layer of Gemma 2 needs the result of its MLP."""
+    model = _model(model_type, ROWS, checkpointing)
+    seen = []
+    model.model.layers[0].mlp.act_fn.register_forward_hook(
+        lambda _module, args, _output: seen.append(args[0].shape[-2])
+    )
+    reference_step(model, random_documents([47]))
+    assert sorted(seen) == sorted(runs * [10, 10, 10, 10, 7])
+
+
+def test_rows_of_chunks_are_those_of_all_rows():
+    x = torch.randn(1, 47, 32)
+    model = small_model("qwen3").eval()
+    layer = model.model.layers[0]
+    heads = torch.randn(1, 47, 4, 8)
+    with torch.no_grad():
+        norms = [
+            lambda: layer.input_layernorm(x),
+            lambda: layer.post_attention_layernorm(x),
+            lambda: layer.self_attn.q_norm(heads),
+            lambda: layer.self_attn.k_norm(heads.transpose(1, 2)).transpose(1, 2),
+        ]
+        expected = [norm() for norm in norms]
+        chunk_layers(model, ROWS)
+        for norm, result in zip(norms, expected, strict=True):
+            assert torch.equal(norm(), result)
+
+
 def test_activations_do_not_grow_with_the_width_of_the_mlp():
     taken = {}
     for width in (640, 1280):
         for rows in (0, 64):
             model = small_model(intermediate_size=width).train()
             if rows:
-                chunk_mlps(model, rows)
+                chunk_layers(model, rows)
             settings = PlanSettings(1, 1024, small_kinds())
             plan = plan_micro_batch([1024], settings)
             taken[width, rows] = count_micro_batch(model_after(model), plan, 0, Use("cpu"))[
@@ -100,10 +137,25 @@ def test_activations_do_not_grow_with_the_width_of_the_mlp():
     assert taken[1280, 64] == taken[640, 64]
 
 
+@pytest.mark.parametrize(("chunk_rows", "bytes_of_row"), [(0, 2536), (64, 1192)])
+def test_the_backward_of_a_checkpointed_layer(chunk_rows, bytes_of_row):
+    """Of Qwen3 in bfloat16, whose MLP is three times as wide as the hidden state of 32 numbers."""
+    taken = []
+    for rows in (1024, 2048):
+        model = small_model("qwen3", intermediate_size=96).bfloat16().train()
+        model.model.norm = torch.nn.Identity()  # whose backward would take more
+        if chunk_rows:
+            chunk_layers(model, chunk_rows)
+        plan = plan_micro_batch([rows], PlanSettings(1, rows, small_kinds()))
+        use = Use("torch_varlen", checkpointing={})
+        taken.append(sum(count_micro_batch(model_after(model), plan, 0, use).values()))
+    assert (taken[1] - taken[0]) / 1024 == bytes_of_row
+
+
 def test_an_mlp_with_another_forward_is_left_alone(caplog):
     model = small_model()
     model.model.layers[1].mlp.forward = lambda x: x  # as Liger puts it there
-    chunk_mlps(model, ROWS)
+    chunk_layers(model, ROWS)
     assert [hasattr(layer.mlp, "chunk_rows") for layer in model.model.layers] == [True, False]
     assert "LlamaMLP has another forward, such as Liger's" in caplog.text
 
@@ -117,10 +169,10 @@ def test_experts_are_left_alone(caplog):
     }
     model = small_model("qwen3_moe", **config)
     with caplog.at_level(logging.WARNING):
-        chunk_mlps(model, ROWS)
+        chunk_layers(model, ROWS)
     assert [hasattr(layer.mlp, "chunk_rows") for layer in model.model.layers] == [True, False]
     assert "Qwen3MoeSparseMoeBlock routes rows to experts" in caplog.text
     with pytest.raises(
         ValueError, match=r"mlp_chunk_rows=10 has no effect on .* routes rows to experts"
     ):
-        chunk_mlps(small_model("gpt_oss", num_local_experts=2, num_experts_per_tok=1), ROWS)
+        chunk_layers(small_model("gpt_oss", num_local_experts=2, num_experts_per_tok=1), ROWS)

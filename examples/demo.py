@@ -80,9 +80,10 @@ def main() -> None:
         "ddp_find_unused_parameters": False,
         "dataloader_pin_memory": False,
     }
+    traced = min(3, max(options.steps - 3, 0))  # the first three steps never are
     # Arguments first: they connect the processes.
     args = hf_distca.DistCATrainingArguments(
-        tokens_per_rank=options.tokens_per_rank, trace_steps=3, **settings
+        tokens_per_rank=options.tokens_per_rank, trace_steps=traced, **settings
     )
     ranks = args.world_size
     hide_bars = None if args.process_index == 0 else True  # None: shown on a terminal only

@@ -25,14 +25,18 @@ from hf_distca.cli.options import (
     wrapped,
     write,
 )
-from hf_distca.cli.sources import SOURCES, drawn_micro_batches, drawn_padded_batches
+from hf_distca.cli.sources import (
+    AGENTS_TREE,
+    SOURCES,
+    drawn_micro_batches,
+    drawn_padded_batches,
+)
 from hf_distca.config import DistCAConfig
 from hf_distca.planner.settings import Choices, PlanSettings
 from hf_distca.predict.profile import DeviceProfile
 from hf_distca.predict.setup import Setup
 from hf_distca.predict.shapes import MODELS, ModelShape
 from hf_distca.sim.padded import (
-    Batches,
     PaddedFigures,
     PlannedBatches,
     padded_advice,
@@ -41,6 +45,7 @@ from hf_distca.sim.padded import (
 )
 from hf_distca.sim.report import simulation_report
 from hf_distca.sim.simulate import SECONDS, Simulation, columns_of, simulate
+from hf_distca.sim.trees import DrawnBatch
 from hf_distca.units import AUTO
 
 DESCRIPTION = f"""\
@@ -54,6 +59,11 @@ documents fit into whole ranks, all strategies get these. Memory is counted as h
 --model does, with the model's state divided as in FSDP2.
 """
 
+SHARED_IF_PADDED = (
+    "Here every sequence is computed alone. Padded batches share equal beginnings: --padded 8 "
+    "compares them."
+)
+"""Advice where sequences begin alike and no padded batches are compared."""
 TABLE_WIDTH = 100
 """Columns of a terminal that hold a table without broken lines."""
 
@@ -141,16 +151,8 @@ def run(options: argparse.Namespace) -> None:
         )
     except ValueError as error:
         raise InputError(str(error)) from error
-    simulated_in = round(time.perf_counter() - began, 3)
-    figures = {**asdict(result), "profile": setup.profile.name, "simulated_in": simulated_in}
-    if padded:
-        columns = [padded_columns(each, padded[0]) for each in padded]
-        figures["padded"] = {
-            "sequences": options.padded,
-            "strategies": [asdict(each) for each in padded],
-            "columns": columns,
-            "advice": padded_advice(padded),
-        }
+    figures = _figures(options, result, padded, setup)
+    figures["simulated_in"] = round(time.perf_counter() - began, 3)
     if options.report:
         shown = (
             "lengths",
@@ -169,6 +171,24 @@ def run(options: argparse.Namespace) -> None:
     print(json.dumps(figures) if options.json else _table(figures))
 
 
+def _figures(
+    options: argparse.Namespace, result: Simulation, padded: Sequence[PaddedFigures], setup: Setup
+) -> dict[str, Any]:
+    """Return the figures that are printed and drawn."""
+    figures = {**asdict(result), "profile": setup.profile.name}
+    if padded:
+        columns = [padded_columns(each, padded[0]) for each in padded]
+        figures["padded"] = {
+            "sequences": options.padded,
+            "strategies": [asdict(each) for each in padded],
+            "columns": columns,
+            "advice": padded_advice(padded),
+        }
+    elif options.lengths == AGENTS_TREE:
+        figures["advice"] = (*result.advice, SHARED_IF_PADDED)
+    return figures
+
+
 def _padded(
     options: argparse.Namespace, setup: Setup, settings: PlanSettings
 ) -> Sequence[PaddedFigures]:
@@ -180,10 +200,10 @@ def _padded(
 
     batches = drawn_padded_batches(options, setup.ranks, options.padded, options.batches)
 
-    def plan(batch: Batches, of: Setup) -> PlannedBatches:
+    def plan(batch: DrawnBatch, of: Setup) -> PlannedBatches:
         # On one rank nothing is chosen.
         choices = None if of.ranks == 1 else Choices.beside(settings, of.costs)
-        return plan_sequences(batch, replace(settings, choices=choices))
+        return plan_sequences(batch.lengths, replace(settings, choices=choices), batch.hashes)
 
     return simulate_padded(batches, setup, settings, plan)
 

@@ -3,6 +3,7 @@
 import argparse
 import json
 from collections.abc import Iterator, Mapping
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,10 @@ from hf_distca.collator.formats import TABLES
 from hf_distca.plan.cost import as_lengths
 from hf_distca.sim.lengths import Draw, IntArray, corpora, lognormal, micro_batches, of_documents
 from hf_distca.sim.simulate import too_long_advice
+from hf_distca.sim.trees import DrawnBatch, turn_lengths, turns_of_ranks
 
 LONG_AND_SHORT = "one-long"
+AGENTS_TREE = "agents-tree"
 LOGNORMAL = "lognormal:MEDIAN,SIGMA"
 SOURCES = f"""\
 --lengths takes one of these:
@@ -25,6 +28,7 @@ SOURCES = f"""\
 - a data set: its name on the Hub or its folder (--split, --column, --tokenizer)
 - a text file, or a folder of text files, each one document (--tokenizer, --sample-by)
 - a distribution of the package: {", ".join(corpora())}
+- {AGENTS_TREE}: the turns of agents' sessions, each a sequence that begins with all turns before it
 - {LONG_AND_SHORT}: one document with half of all ranks' tokens, beside short ones
 - {LOGNORMAL}, such as lognormal:4000,1.5
 """
@@ -67,13 +71,15 @@ def drawn_micro_batches(options: argparse.Namespace, tokens: int) -> Iterator[In
 
 def drawn_padded_batches(
     options: argparse.Namespace, ranks: int, sequences: int, count: int
-) -> list[list[list[int]]]:
-    """Return the lengths of `count` batches, [count][ranks][sequences], drawn from the source."""
+) -> list[DrawnBatch]:
+    """Return `count` batches of so many sequences on each rank, drawn from the source."""
+    if options.lengths == AGENTS_TREE:
+        return list(islice(turns_of_ranks(options.seed, ranks, sequences), count))
     random = np.random.default_rng(options.seed)
     draw = _draw_of(options)
     drawn = np.maximum(draw(random, count * ranks * sequences), 1)
-    batches: list[list[list[int]]] = drawn.reshape(count, ranks, sequences).tolist()
-    return batches
+    batches = drawn.reshape(count, ranks, sequences)
+    return [DrawnBatch(lengths.tolist()) for lengths in batches]
 
 
 def _draw_of(options: argparse.Namespace) -> Draw:
@@ -81,6 +87,8 @@ def _draw_of(options: argparse.Namespace) -> Draw:
     source: str = options.lengths
     if source in corpora():
         draw = corpora()[source]
+    elif source == AGENTS_TREE:
+        draw = turn_lengths()
     elif source == LONG_AND_SHORT:
         draw = lognormal(2048, 1.0)
     elif source.startswith("lognormal:"):
@@ -161,7 +169,7 @@ def _of_data(options: argparse.Namespace) -> IntArray:
     try:
         data = load_documents(source, split=options.split, sample_by=options.sample_by)
     except ValueError as error:
-        names = ", ".join([*sorted(corpora()), LONG_AND_SHORT])
+        names = ", ".join([*sorted(corpora()), AGENTS_TREE, LONG_AND_SHORT])
         raise InputError(
             f"no document lengths at {source!r}: {error}. Or give one of {names}, {LOGNORMAL}"
         ) from error

@@ -4,7 +4,7 @@ Their sequences are padded, packed on each rank, balanced as whole sequences, or
 micro-batches.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -16,14 +16,16 @@ from hf_distca.plan.nodes import node_sizes
 from hf_distca.planner.settings import PlanSettings
 from hf_distca.predict.setup import Setup
 from hf_distca.sim.strategies import StepTime, data_and_context_parallel, on_ranks, step_of_plan
+from hf_distca.sim.trees import DrawnBatch
 
-PADDED, PACKED, BALANCED, PLANNED = (
+PADDED, PACKED, BALANCED, ALONE, PLANNED = (
     "padded to the longest",
     "packed on each rank",
     "whole sequences balanced",
+    "hf_distca, nothing shared",
     "hf_distca",
 )
-"""Strategies that are compared."""
+"""Strategies that are compared; without sharing only where sequences begin alike."""
 INTEGER_BYTES = 16
 """Bytes of a token that travels: its id and its position."""
 
@@ -40,6 +42,14 @@ class PlannedBatches(Protocol):
     @property
     def plans(self) -> Sequence[MicroBatchPlan]:
         """Plans of the micro-batches, one after another."""
+
+    @property
+    def computed_rows(self) -> int:
+        """Rows that all ranks compute."""
+
+    @property
+    def readers(self) -> NDArray[np.void]:
+        """Tokens [start, stop) of sequences, with the rank that holds them and their source."""
 
     @property
     def shares(self) -> NDArray[np.void]:
@@ -62,15 +72,16 @@ class PaddedFigures:
 
 
 def simulate_padded(
-    batches: Iterable[Batches],
+    batches: Iterable[DrawnBatch],
     setup: Setup,
     settings: PlanSettings,
-    plan: Callable[[Batches, Setup], PlannedBatches],
+    plan: Callable[[DrawnBatch, Setup], PlannedBatches],
 ) -> tuple[PaddedFigures, ...]:
     """Simulate batches of sequences under every strategy.
 
     Args:
-        plan: makes plans for a batch, for a setup with or without a backward.
+        plan: makes plans for a batch, for a setup with or without a backward. Equal beginnings are
+            computed once where the batch has hashes.
     """
     forwards: dict[str, list[StepTime]] = {}
     steps: dict[str, list[StepTime]] = {}
@@ -78,13 +89,17 @@ def simulate_padded(
     tokens = 0
     for batch in batches:
         for found, of in ((forwards, replace(setup, forward_only=True)), (steps, setup)):
-            for name, step in steps_of(batch, plan(batch, of), of, settings).items():
+            planned = {PLANNED: plan(batch, of)}
+            if batch.hashes is not None:
+                planned = {ALONE: plan(DrawnBatch(batch.lengths), of), **planned}
+            for name, step in steps_of(batch.lengths, planned, of, settings).items():
                 found.setdefault(name, []).append(step)
-        in_batch = sum(map(sum, batch))
+        in_batch = sum(map(sum, batch.lengths))
         tokens += in_batch
+        computed = {name: plans.computed_rows for name, plans in planned.items()}
+        computed[PADDED] = sum(map(sum, padded(batch.lengths)))
         for name in steps:
-            computed = sum(map(sum, padded(batch))) if name == PADDED else in_batch
-            rows[name] = rows.get(name, 0) + computed
+            rows[name] = rows.get(name, 0) + computed.get(name, in_batch)
     return tuple(
         PaddedFigures(
             name=name,
@@ -99,16 +114,20 @@ def simulate_padded(
 
 
 def steps_of(
-    batch: Batches, planned: PlannedBatches, setup: Setup, settings: PlanSettings
+    batch: Batches, planned: Mapping[str, PlannedBatches], setup: Setup, settings: PlanSettings
 ) -> dict[str, StepTime]:
-    """Predict a step of each strategy; only plans divide a batch that is more than ranks hold."""
+    """Predict a step of each strategy; only plans divide a batch that is more than ranks hold.
+
+    Args:
+        planned: the plans of each planned strategy by name.
+    """
     lengths = np.concatenate([np.array(row, np.int64) for row in batch])
     enough = replace(setup, tokens_per_rank=int(lengths.sum()))
     return {
         PADDED: on_ranks(padded(batch), setup),
         PACKED: on_ranks(batch, setup),
         BALANCED: data_and_context_parallel(lengths, enough, 1),
-        PLANNED: _planned(planned, setup, settings),
+        **{name: _planned(plans, setup, settings) for name, plans in planned.items()},
     }
 
 
@@ -126,27 +145,31 @@ def _planned(planned: PlannedBatches, setup: Setup, settings: PlanSettings) -> S
             for name in ("seconds", "attention", "other", "waited")
         }
         first = replace(first, **sums)
-    travel = _travel_seconds(planned.shares, setup)
+    travel = _travel_seconds(planned, setup)
     return replace(first, seconds=first.seconds + travel, waited=first.waited + travel)
 
 
-def _travel_seconds(shares: NDArray[np.void], setup: Setup) -> float:
+def _travel_seconds(planned: PlannedBatches, setup: Setup) -> float:
     """Return the seconds in which tokens travel forth and hidden states back.
 
-    Gradients of the hidden states travel forth, too.
+    A row that several sequences have comes from one of them, and goes back to each. Gradients of
+    the hidden states travel forth, too.
     """
-    leaves = (shares["source"] >= 0) & (shares["source"] != shares["rank"])
-    rows = (shares["stop"] - shares["start"])[leaves]
-    most = max(
-        np.bincount(shares[leaves][end], rows, setup.ranks).max() for end in ("source", "rank")
-    )
     one_node = setup.ranks <= max(node_sizes(setup.ranks, setup.ranks_per_node))
     link = setup.profile.exchange.within if one_node else setup.profile.exchange.between
     of_hidden = setup.model.hidden * setup.profile.bytes_per_value
-    sizes = (
-        [INTEGER_BYTES, of_hidden] if setup.forward_only else [INTEGER_BYTES, of_hidden, of_hidden]
-    )
-    return float(link.seconds(most * np.array(sizes, float)).sum())
+    hidden_travels = 1 if setup.forward_only else 2
+    of_tokens = link.seconds(np.array(_most_rows(planned.shares, setup) * INTEGER_BYTES, float))
+    of_states = link.seconds(np.array(_most_rows(planned.readers, setup) * of_hidden, float))
+    return float(of_tokens + hidden_travels * of_states)
+
+
+def _most_rows(travelling: NDArray[np.void], setup: Setup) -> int:
+    """Return the most rows that a rank sends, or receives."""
+    leaves = (travelling["source"] >= 0) & (travelling["source"] != travelling["rank"])
+    rows = (travelling["stop"] - travelling["start"])[leaves]
+    ends = (np.bincount(travelling[leaves][end], rows, setup.ranks) for end in ("source", "rank"))
+    return int(max(rows_of_ranks.max() for rows_of_ranks in ends))
 
 
 def _imbalance(step: StepTime) -> float:
@@ -173,6 +196,7 @@ def padded_advice(every: Sequence[PaddedFigures]) -> str:
     gains = (
         f"{seconds[name] / seconds[PLANNED]:.2f}× the speed of {what}"
         for name, what in COMPARED.items()
+        if name in seconds
     )
     return f"Padded batches: hf_distca has {', '.join(gains)}."
 
@@ -181,5 +205,6 @@ COMPARED = {
     PADDED: "padding",
     PACKED: "packing each rank's own rows",
     BALANCED: "balancing whole sequences",
+    ALONE: "planning each sequence alone",
 }
 """Strategies in the order in which the advice names them, and their names in a sentence."""

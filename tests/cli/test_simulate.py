@@ -263,6 +263,20 @@ def test_padded_batches_are_compared_in_table_and_report(run, figures, tmp_path,
     assert "--padded: must be a positive whole number" in error
 
 
+def test_trees_of_agents_share_in_padded_batches(figures, without_memory):
+    options = (*SETTING, "--lengths", "agents-tree", "--tokens-per-rank", "32k", "--batches", "1")
+    alone = figures(*options)
+    assert alone["advice"][-1].endswith("--padded 8 compares them.")
+    found = figures(*options, "--padded", "2")
+    assert found["advice"] == alone["advice"][:-1]
+    strategies = {each["name"]: each for each in found["padded"]["strategies"]}
+    nothing_shared, shared = (
+        strategies[name] for name in ("hf_distca, nothing shared", "hf_distca")
+    )
+    assert shared["rows"] < 0.5 * nothing_shared["rows"]
+    assert shared["step_seconds"] < 0.6 * nothing_shared["step_seconds"]
+
+
 def test_settings_to_copy_are_not_deprecated(figures, tmp_path, recwarn, without_memory):
     report = tmp_path / "report.html"
     options = (

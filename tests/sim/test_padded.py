@@ -4,11 +4,14 @@ backward.
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from hf_distca.dispatch.padded import plan_sequences
+from hf_distca.planner import prefixes
 from hf_distca.predict.seconds import LinkCost, Links
 from hf_distca.sim.padded import PaddedFigures, padded_advice, padded_columns, simulate_padded
+from hf_distca.sim.trees import TURNS, DrawnBatch, turn_lengths, turns_of_ranks
 from tests.sim.test_simulate import PROFILE, SETTINGS, SETUP
 
 LAYERS = 3
@@ -17,8 +20,12 @@ BATCH = [[4, 1], [2, 2]]
 
 
 def simulated(batches, setup=SETUP, settings=SETTINGS):
+    drawn = [batch if isinstance(batch, DrawnBatch) else DrawnBatch(batch) for batch in batches]
     found = simulate_padded(
-        batches, setup, settings, lambda batch, _: plan_sequences(batch, settings)
+        drawn,
+        setup,
+        settings,
+        lambda batch, _: plan_sequences(batch.lengths, settings, batch.hashes),
     )
     return {figures.name: figures for figures in found}
 
@@ -71,6 +78,58 @@ def test_tokens_and_hidden_states_travel_and_gradients_of_these_only_in_training
     hidden_bytes = 8 * 4
     assert moved.forward_seconds - free.forward_seconds == 4 * (16 + hidden_bytes)
     assert moved.step_seconds - free.step_seconds == 4 * (16 + 2 * hidden_bytes)
+
+
+def test_equal_beginnings_are_computed_once_and_go_back_to_every_sequence(monkeypatch):
+    # Three sequences of 4 tokens, of which the first two tokens are equal: 8 rows are computed.
+    monkeypatch.setattr(prefixes, "BLOCK", 2)
+    lengths = [[4, 4], [4]]
+    hashes = [[(b"0", b"1"), (b"0", b"2")], [(b"0", b"3")]]
+    settings = replace(SETTINGS, document_layout="whole")
+    found = simulated([DrawnBatch(lengths, hashes)], settings=settings)
+    alone, shared = found["hf_distca, nothing shared"], found["hf_distca"]
+    assert list(found)[-2:] == ["hf_distca, nothing shared", "hf_distca"]
+    assert [figures.rows for figures in found.values()] == [12, 12, 12, 12, 8]
+    # 10 pairs for each sequence alone. 3 pairs, 7 for the last two rows of each sequence, and 1 for
+    # the filler of the rank without the tree.
+    assert alone.step_seconds == LAYERS * 3 * 15
+    assert shared.step_seconds == LAYERS * 3 * 14
+    assert shared.tokens_per_second == pytest.approx(12 / shared.step_seconds)
+    expected = ", 1.07× the speed of planning each sequence alone."
+    assert padded_advice(list(found.values())).endswith(expected)
+
+    # A byte takes a second. Each rank has a tree of a sequence of each rank. Of its 6 rows it is
+    # sent those that the last sequence has, at most 4; it sends 4 hidden states back.
+    lengths = [[4, 4], [4, 4]]
+    hashes = [[(b"0", b"1"), (b"2", b"3")], [(b"0", b"4"), (b"2", b"5")]]
+    slow = Links(LinkCost(0.0, 1.0), LinkCost(0.0, 1.0))
+    setup = replace(SETUP, profile=replace(PROFILE, exchange=slow))
+    moved, free = (
+        simulated([DrawnBatch(lengths, hashes)], setup=each, settings=settings)["hf_distca"]
+        for each in (setup, SETUP)
+    )
+    hidden_bytes = 8 * 4
+    assert moved.rows == 12
+    assert moved.forward_seconds - free.forward_seconds == 4 * (16 + hidden_bytes)
+    assert moved.step_seconds - free.step_seconds == 4 * (16 + 2 * hidden_bytes)
+
+
+def test_turns_of_a_session_begin_with_all_turns_before():
+    batch = next(turns_of_ranks(seed=1, ranks=2, sequences=30))
+    lengths = [length for of_rank in batch.lengths for length in of_rank]
+    hashes = [of_sequence for of_rank in batch.hashes for of_sequence in of_rank]
+    assert lengths[:TURNS] == sorted(lengths[:TURNS])
+    assert lengths[TURNS] < lengths[TURNS - 1]  # the next session
+    assert [len(of_sequence) for of_sequence in hashes] == [-(-length // 128) for length in lengths]
+    whole = lengths[0] // 128
+    assert hashes[1][:whole] == hashes[0][:whole]
+    assert hashes[TURNS][0] != hashes[0][0]
+    found = plan_sequences(batch.lengths, replace(SETTINGS, tokens_per_rank=1 << 20), batch.hashes)
+    sessions = [lengths[TURNS - 1], lengths[-1]]
+    # A turn ends inside a block, which is computed for it alone.
+    assert sum(sessions) <= found.computed_rows <= sum(sessions) + 128 * 60
+    drawn = turn_lengths()(np.random.default_rng(1), 60)
+    assert drawn.tolist() == lengths
 
 
 def test_columns_and_advice():

@@ -1,7 +1,7 @@
 """A user's model on fake tensors: its config, kinds of attention, shape and memory."""
 
 import argparse
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -23,9 +23,20 @@ from hf_distca.progress import terminal_bar
 
 STATE_PARTS = ("weights", "gradients", "optimizer")
 """Parts of a model's state, which a table shows even where they are empty."""
-CHECKPOINTING: dict[str, dict[str, Any] | None] = {
-    "without_checkpointing": None,
-    "with_checkpointing": {},
+
+
+class Case(NamedTuple):
+    """How a step keeps what layers need for their backward."""
+
+    shown: str  # in a table
+    checkpointing: dict[str, Any] | None  # transformers' keyword arguments; None without
+    offload: bool  # what checkpoints keep is on the host
+
+
+CASES = {
+    "without_checkpointing": Case("no", None, False),
+    "with_checkpointing": Case("yes", {}, False),
+    "with_offload": Case("offload", {}, True),
 }
 NAMES: dict[Part, str] = {
     "activations": "activations",
@@ -120,11 +131,15 @@ def memory_of(
     device = MEMORY if options.device_memory is None else int(options.device_memory * GB)
     memory = MemoryCounter(model, settings, config_of(options), by_config=True, memory=device)
     figures: dict[str, Any] = {}
-    cases = [(strategy, name) for strategy in STRATEGIES for name in CHECKPOINTING]
+    counted_cases = list(CASES)[1:] if options.offload else list(CASES)[:-1]
+    cases = [(strategy, name) for strategy in STRATEGIES for name in counted_cases]
     for strategy, name in terminal_bar(cases, "Counting memory"):
-        training = Training(strategy, options.dtype != "float32", CHECKPOINTING[name])
+        _, checkpointing, offload = CASES[name]
+        training = Training(strategy, options.dtype != "float32", checkpointing, offload=offload)
         counted = memory.count(plan, training)
         case: dict[str, Any] = {"parts": counted.parts, "total": counted.total}
+        if offload:
+            case["host"] = counted.host
         if options.device_memory is not None:
             case["longest_tokens_per_rank"] = memory.longest(device, training)
         figures.setdefault(strategy, counted.state._asdict())[name] = case
@@ -134,26 +149,31 @@ def memory_of(
 def memory_rows(figures: dict[str, Any], device_memory: float | None) -> dict[str, list[str]]:
     """Return the figures of `memory_of` in GB as cells of a table by the heading of their row."""
     columns = [
-        (state, state[checkpointing])
+        (state, case, state[name])
         for state in figures.values()
-        for checkpointing in CHECKPOINTING
+        for name, case in CASES.items()
+        if name in state
     ]
+    per_strategy = len(columns) // len(figures)
     rows: dict[str, list[str]] = {
-        "memory of a rank, GB": [text for strategy in figures for text in (strategy, "")],
-        "checkpointing": ["no", "yes"] * len(figures),
+        "memory of a rank, GB": [
+            text for strategy in figures for text in (strategy, *[""] * (per_strategy - 1))
+        ],
+        "checkpointing": [case.shown for _, case, _ in columns],
     }
     # [columns] bytes of each row: the model's state, the parts of a micro-batch, and their sum.
     sizes: dict[str, list[float]] = {}
     for name in STATE_PARTS:
-        sizes[name] = [state[name] for state, _ in columns]
+        sizes[name] = [state[name] for state, *_ in columns]
     for part, name in NAMES.items():
-        sizes[name] = [counted["parts"].get(part, 0) for _, counted in columns]
-    sizes["together"] = [counted["total"] for _, counted in columns]
+        sizes[name] = [counted["parts"].get(part, 0) for *_, counted in columns]
+    sizes["together"] = [counted["total"] for *_, counted in columns]
+    sizes["in host memory"] = [counted.get("host", 0) for *_, counted in columns]
     for name, row in sizes.items():
         if any(row) or name in STATE_PARTS:
             rows[name] = [f"{size / GB:.2f}" for size in row]
     if device_memory is not None:
-        longest = [str(counted["longest_tokens_per_rank"]) for _, counted in columns]
+        longest = [str(counted["longest_tokens_per_rank"]) for *_, counted in columns]
         rows[f"longest rows in {device_memory:g} GB"] = longest
     return rows
 

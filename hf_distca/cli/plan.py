@@ -75,6 +75,9 @@ With --model the step of the rank that exchanges the most runs on meta tensors, 
 counted for each strategy (ddp, zero1, zero2, zero3, fsdp2). "Longest rows" are the most tokens of a
 rank that fit: for one document over all ranks, or for one document on each rank where documents
 stay whole. CUDA, NCCL and gaps between tensors take some 2 GB more.
+
+With --offload what checkpoints of layers keep is counted as host memory, for all layers but two.
+The step is predicted by --profile, with copies of 55 GB/s in each direction beside computation.
 """
 
 
@@ -114,6 +117,17 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     of_device = "memory of a device: show the longest rows that fit, with --model"
     add("--device-memory", type=gigabytes, metavar="GB", help=of_device)
     add(
+        "--offload",
+        action="store_true",
+        help="count what checkpoints of layers keep as host memory, and predict the copies and the "
+        "step, with --model",
+    )
+    costs = (
+        "costs of the device that predict a step with --offload: h100, h200, cpu, or a file that "
+        "hf-distca profile wrote (default: h100)"
+    )
+    add("--profile", default="h100", help=costs)
+    add(
         "--dump", metavar="FILE", help="write the documents, segments and tasks of the plan as JSON"
     )
 
@@ -139,11 +153,8 @@ def run(options: argparse.Namespace) -> None:
     }
     memory: dict[str, list[str]] = {}
     if model is not None:
-        from hf_distca.cli.model import memory_of, memory_rows, mixing_of
-
-        figures["memory"] = memory_of(model, plan, settings, options)
-        memory = memory_rows(figures["memory"], options.device_memory)
-        figures["mixing"] = mixing_of(model, plan, settings)
+        of_model, memory = _figures_of_model(model, plan, settings, options)
+        figures |= of_model
     if options.report:
         write(options.report, plan_report(figures, memory))
     if options.dump:
@@ -167,6 +178,31 @@ def run(options: argparse.Namespace) -> None:
         from hf_distca.cli.model import memory_table
 
         print("", memory_table(memory), sep="\n")
+    if options.offload:
+        from hf_distca.cli.offload import offload_lines
+
+        print("", *offload_lines(figures["offload"]), sep="\n")
+
+
+def _figures_of_model(
+    model: "PreTrainedModel",
+    plan: MicroBatchPlan,
+    settings: PlanSettings,
+    options: argparse.Namespace,
+) -> tuple[dict[str, Any], dict[str, list[str]]]:
+    """Return figures of a model, and a table of its memory."""
+    from hf_distca.cli.model import memory_of, memory_rows, mixing_of
+
+    memory = memory_of(model, plan, settings, options)
+    figures = {"memory": memory, "mixing": mixing_of(model, plan, settings)}
+    if options.offload:
+        from hf_distca.cli.offload import offload_of
+
+        try:
+            figures["offload"] = offload_of(model, plan, settings, options.profile, memory)
+        except ValueError as error:
+            raise InputError(str(error)) from error
+    return figures, memory_rows(memory, options.device_memory)
 
 
 def _check_model_options(options: argparse.Namespace) -> None:
@@ -175,6 +211,10 @@ def _check_model_options(options: argparse.Namespace) -> None:
         if options.device_memory is not None:
             raise InputError(
                 "--device-memory limits the rows of a model, but no model is given; add --model"
+            )
+        if options.offload:
+            raise InputError(
+                "--offload moves checkpoints of a model, but no model is given; add --model"
             )
         return
     for name in (*HEADS, "window"):

@@ -40,6 +40,7 @@ class Training:
     liger: Mapping[str, Any] | None = (
         None  # transformers' `liger_kernel_config`; None without Liger's kernels
     )
+    offload: bool = False  # what checkpoints of layers keep is on the host
     accumulates: bool = (
         True  # a step has several micro-batches; else gradients are freed before each
     )
@@ -51,6 +52,7 @@ class RankMemory:
 
     state: ModelState  # kept from step to step
     parts: dict[Part, int]  # further bytes of a micro-batch, at the peak
+    host: int = 0  # bytes of host memory
 
     @property
     def total(self) -> int:
@@ -107,19 +109,18 @@ class MemoryCounter:
             rank,
             training.mixed,
             autocasts,
-            repr((training.checkpointing, training.liger, accumulates)),
+            repr((training.checkpointing, training.liger, accumulates, training.offload)),
         )
         if key not in self._counted:
             counted = self._count(plan, training, rank, accumulates=accumulates)
-            for part in ("weights", "host"):  # the state has weights
-                counted.pop(part, None)
+            counted.pop("weights", None)  # the state has them
             self._counted[key] = plan, counted  # keeping the plan keeps its id unique
         parts = dict(self._counted[key][1])
-        at_peak = parts.pop("gradients", 0)
+        at_peak, host = parts.pop("gradients", 0), parts.pop("host", 0)
         if not accumulates:  # some gradients are not made yet at the peak, or all of them
             missing = parameter_bytes(self._model, trained=True) - at_peak
             state = state._replace(gradients=state.gradients - missing)
-        return RankMemory(state, parts)
+        return RankMemory(state, parts, host)
 
     def longest(self, available: int, training: Training) -> int:
         """Return the most tokens per rank that fit into the available bytes; 0 if none do.
@@ -185,16 +186,17 @@ class MemoryCounter:
             options.keep_core_attention,
             training.liger,
             accumulates,
+            training.offload,
         )
 
         def of_config(
-            config: PreTrainedConfig, dtype: torch.dtype, repetitions: float = 0
+            config: PreTrainedConfig, dtype: torch.dtype, depth: int | None = None
         ) -> dict[Part, int]:
             prepared = model_of_config(config, dtype)
             prepare_model(
                 prepared, options, ping_pong=self._settings.ping_pong, memory=self._memory
             )
-            return count_micro_batch(prepared, plan, rank, use, repetitions=repetitions)
+            return count_micro_batch(prepared, plan, rank, use, depth=depth)
 
         if not self._by_config:
             dtype = None if is_ddp else computed  # None for the model's own
@@ -213,8 +215,8 @@ class MemoryCounter:
             return of_config(config, weights)
         # The peak is between the end of the decoder's forward and the end of the last layer's
         # backward. All other layers keep what they need for their backward then.
-        repetitions = config.get_text_config(decoder=True).num_hidden_layers / period - 2
-        return of_config(with_layers(config, 2 * period), weights, repetitions)
+        depth: int = config.get_text_config(decoder=True).num_hidden_layers
+        return of_config(with_layers(config, 2 * period), weights, depth)
 
 
 def longest_documents(settings: PlanSettings) -> list[int]:

@@ -23,6 +23,8 @@ Part = Kept | Made
 - host: offloaded tensors, which take no device memory.
 """
 
+OFFLOADED: tuple[Part, ...] = ("activations", "kept O")
+"""Parts that checkpoints of layers keep, which may be on the host."""
 BESIDE_THE_PEAK: tuple[Part, ...] = ("host", "exchange buffers")
 """Parts that do not decide when the peak is.
 
@@ -41,11 +43,12 @@ class LiveMemory(TorchDispatchMode):
     Args:
         repetitions: how often a deeper model has the tensors again that are made while `repeats` is
             set. The peak is the deeper model's.
+        offloaded: how many times the host holds what repeated tensors of checkpoints take.
     """
 
-    def __init__(self, repetitions: float = 0) -> None:
+    def __init__(self, repetitions: float = 0, offloaded: float = 0) -> None:
         super().__init__()
-        self.repetitions = repetitions
+        self.repetitions, self.offloaded = repetitions, offloaded
         self.part: Part = "activations"  # of the tensors that are made from now on
         self.repeats = False  # whether tensors made from now on are repeated
         self.layers_ended = False  # whether repeated tensors that are alive are kept
@@ -112,15 +115,18 @@ class LiveMemory(TorchDispatchMode):
     def _note_peak(self) -> None:
         """Take the bytes of this moment as those of the peak if they are the most."""
         total: float = _bytes_of_peak(self._bytes)
-        if self.layers_ended:  # else some of them are temporary
+        if self.layers_ended:  # else some of the repeated tensors are temporary
             total += self.repetitions * _bytes_of_peak(self._repeated)
+            total -= self.offloaded * sum(self._repeated[part] for part in OFFLOADED)
         if total <= self._most:
             return
         self._most = total
         self.peak = self._bytes.copy()
-        if self.layers_ended:
-            for part, size in self._repeated.items():
-                self.peak[part] += round(self.repetitions * size)
+        for part, size in self._repeated.items() if self.layers_ended else ():
+            moved = self.offloaded * size if part in OFFLOADED else 0
+            self.peak[part] += round(self.repetitions * size - moved)
+            if moved:
+                self.peak["host"] += round(moved)
 
 
 def _bytes_of_peak(sizes: Counter[Part]) -> int:

@@ -9,7 +9,7 @@ Shape suffixes: T local rows, H query heads, G key/value heads, D head dim of qu
 head dim of values.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -54,6 +54,9 @@ from hf_distca.planner.settings import PlanSettings
 HOST = torch.device("cpu")
 """Device of fake tensors; sizes are the same on every device."""
 
+ON_DEVICE = 2
+"""Layers whose checkpoints are on the device at once where checkpoints are offloaded."""
+
 
 @dataclass(frozen=True)
 class Use:
@@ -72,6 +75,7 @@ class Use:
         None  # transformers' `liger_kernel_config`; None without Liger's kernels
     )
     accumulates: bool = True  # gradients of earlier micro-batches exist
+    offload: bool = False  # what checkpoints of layers keep is on the host, see `ON_DEVICE`
 
 
 def busiest_rank(plan: MicroBatchPlan, settings: PlanSettings) -> int:
@@ -85,7 +89,7 @@ def busiest_rank(plan: MicroBatchPlan, settings: PlanSettings) -> int:
 
 
 def count_micro_batch(
-    model: nn.Module, plan: MicroBatchPlan, rank: int, use: Use, *, repetitions: float = 0
+    model: nn.Module, plan: MicroBatchPlan, rank: int, use: Use, *, depth: int | None = None
 ) -> dict[Part, int]:
     """Return peak bytes by part during the forward and backward of a micro-batch.
 
@@ -95,10 +99,11 @@ def count_micro_batch(
     Args:
         model: a model of fake tensors, with prepared layers if the plan needs them; `use` sets its
             checkpointing.
-        repetitions: how often a deeper model has the first half of the decoder layers again. The
-            peak is the deeper model's.
+        depth: decoder layers of the model that is meant, which has the first half of the layers
+            again and again; None if these are all. The peak is that of the meant model.
     """
-    live = LiveMemory(repetitions)
+    layers = decoder_layers(model)
+    live = _live_memory(len(layers), depth or len(layers), use)
     live.belong([*model.parameters(), *model.buffers()], "weights")
     base = base_model(model)
     _checkpoint(base, use.checkpointing, live)
@@ -138,7 +143,7 @@ def count_micro_batch(
         batch = {name: torch.zeros((1, bound.rows), dtype=torch.long) for name in names}
         targets = torch.ones((), dtype=torch.long)
         hooks.append(base.get_decoder().register_forward_hook(decoder_ended))
-        hooks += _tell_halves(model, live)
+        hooks += _tell_halves(layers, live)
         with torch.autocast(HOST.type, dtype=use.autocast, enabled=use.autocast is not None):
             loss = model(
                 **batch, use_cache=False, num_items_in_batch=targets, **{PLAN_KEY: bound}
@@ -165,7 +170,14 @@ def count_core_attention(
     return parts_of_a_step(live, bound)
 
 
-def _tell_halves(model: nn.Module, live: LiveMemory) -> list[RemovableHandle]:
+def _live_memory(layers: int, depth: int, use: Use) -> LiveMemory:
+    """Return a count of `depth` layers by a model of fewer, whose first half is repeated."""
+    half = (layers + 1) // 2
+    offloaded = max(depth - ON_DEVICE, 0) / half if use.offload else 0.0
+    return LiveMemory((depth - layers) / half, offloaded)
+
+
+def _tell_halves(layers: Sequence[nn.Module], live: LiveMemory) -> list[RemovableHandle]:
     """Let `live` know which half of the decoder layers runs; return the hooks that do.
 
     What is made between two layers, such as an offloaded input, belongs to the earlier one.
@@ -174,7 +186,6 @@ def _tell_halves(model: nn.Module, live: LiveMemory) -> list[RemovableHandle]:
     def begin(repeats: bool, _layer: nn.Module, _args: Any) -> None:
         live.repeats = repeats and not is_recomputation()
 
-    layers = decoder_layers(model)
     return [
         layer.register_forward_pre_hook(partial(begin, 2 * index < len(layers)))
         for index, layer in enumerate(layers)

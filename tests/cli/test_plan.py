@@ -7,6 +7,7 @@ import torch
 
 import hf_distca
 from hf_distca.cli.model import memory_rows, memory_table
+from hf_distca.cli.offload import offload_lines
 from hf_distca.collator import texts
 from hf_distca.planner.micro_batch import plan_micro_batch
 from tests.models_and_batches import small_model
@@ -155,6 +156,7 @@ def test_dumps_hold_documents_segments_and_tasks(command, dumped):
         ),
         ([1], ("--model", "/nowhere"), "no model config at '/nowhere'"),
         ([1], ("--device-memory", "80"), "no model is given; add --model"),
+        ([1], ("--offload",), "--offload moves checkpoints of a model, but no model is given"),
         (
             [1],
             ("--model", "/nowhere", "--q-heads", "4"),
@@ -293,6 +295,44 @@ def test_memory_of_a_model(command, figures, tmp_path):
         "longest rows in 0.04 GB",
     ]
     assert [name for name in expected if f"\n{name} " not in f"\n{shown}"] == []
+
+
+def test_offloaded_checkpoints_and_their_copies(command, run, tmp_path, monkeypatch):
+    """A model of 5 layers; 3 are offloaded: a bfloat16 row of 32 numbers, O of 32, and 4 sums."""
+    small_model(num_hidden_layers=5).config.save_pretrained(tmp_path)
+    monkeypatch.setattr("hf_distca.cli.model.STRATEGIES", ("ddp", "fsdp2"))
+    options = ["--model", f"{tmp_path}/config.json", "--offload", "--profile", "h200"]
+    status, output, _ = run(*command([4096], 2, 2048, *options, "--json"))
+    assert status == 0
+    found = json.loads(output)
+    fsdp2 = found["memory"]["fsdp2"]
+    kept, offloaded = fsdp2["with_checkpointing"], fsdp2["with_offload"]
+    layer = 2048 * (2 * 32 + 2 * 32 + 4 * 4)
+    assert offloaded["host"] == 3 * layer
+    # The same tensors on the device beside them: where the peak is depends on what is kept.
+    assert kept["parts"]["kept O"] - offloaded["parts"]["kept O"] == 3 * 2048 * (2 * 32 + 4 * 4)
+    assert kept["total"] - offloaded["total"] <= 3 * layer
+    figures = found["offload"]
+    expected = {
+        "strategy": "fsdp2",
+        "profile": "h200",
+        "layers": 3,
+        "host_bytes": 3 * layer,
+        "host_bytes_of_node": 6 * layer,
+        "layer_bytes": layer,
+        "layer_copy_seconds": pytest.approx(layer / 55e9),
+        "copy_seconds": pytest.approx(3 * layer / 55e9),
+    }
+    assert {name: figures[name] for name in expected} == expected
+    assert 0 < figures["layer_forward_seconds"] < figures["layer_backward_seconds"]
+    assert figures["attention_seconds"] < figures["step_seconds"]
+    shown = "\n".join(offload_lines(figures | {"step_seconds": 12.34, "wait_seconds": 0.5}))
+    assert "offloaded under fsdp2" in shown
+    assert "3 layers, 0.0 GB of host memory a rank" in shown
+    assert "12.3 s on h200: core attention 0.0 s, waits for copies 0.5 s" in shown
+    status, _, error = run(*command([4096], 2, 2048, *options[:-1], "/nowhere"))
+    assert status == 2
+    assert "/nowhere" in error
 
 
 def test_memory_follows_the_settings_that_are_given(command, figures, tmp_path, monkeypatch):

@@ -77,6 +77,20 @@ def test_the_peak_is_that_of_a_model_with_further_layers():
     assert live.peak["backward"] == 4 * KB
 
 
+def test_what_further_layers_keep_is_on_the_host():
+    """Of 5 layers, 2 are counted; the device has the checkpoints of 2, and the host of 3."""
+    live = LiveMemory(repetitions=3, offloaded=3)
+    with fake_tensors(), live:
+        live.repeats = True
+        kept = torch.empty(2 * KB, dtype=torch.uint8)
+        with live.making("cast weights"):  # no part of a checkpoint
+            cast = torch.empty(KB, dtype=torch.uint8)
+        live.repeats, live.layers_ended = False, True
+        last = torch.empty(2 * KB, dtype=torch.uint8)
+    assert [len(x) for x in (kept, cast, last)] == [2 * KB, KB, 2 * KB]
+    assert live.peak == {"activations": 4 * KB, "cast weights": 4 * KB, "host": 6 * KB}
+
+
 def test_weights_that_autocast_copies():
     live = LiveMemory()
     mode = fake_tensors()

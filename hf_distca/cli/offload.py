@@ -1,0 +1,98 @@
+"""Host memory, copies and the predicted step where checkpoints of layers are offloaded."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from hf_distca.cli.options import GB
+from hf_distca.memory.micro_batch import ON_DEVICE
+from hf_distca.models.decoder import decoder_layers
+from hf_distca.models.shape import model_shape
+from hf_distca.plan import MicroBatchPlan
+from hf_distca.planner.settings import PlanSettings
+from hf_distca.predict.profile import DeviceProfile
+from hf_distca.predict.setup import Setup
+from hf_distca.predict.walk import predict_plan
+
+HOST_BANDWIDTH = 55e9
+"""Bytes a second between pinned host memory and a GPU, each way (measured on an H200)."""
+
+
+def offload_of(
+    model: PreTrainedModel,
+    plan: MicroBatchPlan,
+    settings: PlanSettings,
+    profile: str,
+    memory: Mapping[str, Any],
+) -> dict[str, Any]:
+    """Return what a step with offloaded checkpoints takes.
+
+    It is that of the strategy that takes the least memory of a device. A layer waits for its copy
+    as far as the copy takes longer than the computation of a layer.
+
+    Args:
+        profile: costs of the device, see `DeviceProfile.load`.
+        memory: what `hf_distca.cli.model.memory_of` returns.
+
+    Raises:
+        ValueError: there is no such profile.
+    """
+    costs = Setup(
+        model_shape(model),
+        DeviceProfile.load(profile),
+        settings.ranks,
+        settings.tokens_per_rank,
+        settings.ranks_per_node,
+    ).costs
+    strategy = min(memory, key=lambda name: memory[name]["with_offload"]["total"])
+    host: int = memory[strategy]["with_offload"]["host"]
+    nodes, depth = settings.node_of_ranks, len(decoder_layers(model))
+    forward, step = (
+        predict_plan(plan, passes, nodes, settings.bytes_per_value)
+        for passes in (costs.forward_only(), costs)
+    )
+    forward_s, step_s = float(forward.seconds), float(step.seconds)
+    layers = max(depth - ON_DEVICE, 0)
+    layer_bytes = host // layers if layers else 0
+    copy_s = layer_bytes / HOST_BANDWIDTH
+    layer_s = {"forward": forward_s / depth, "backward": (step_s - forward_s) / depth}
+    waits_s = layers * sum(max(copy_s - seconds, 0.0) for seconds in layer_s.values())
+    return {
+        "strategy": strategy,
+        "profile": profile,
+        "layers": layers,
+        "host_bytes": host,
+        "host_bytes_of_node": host * max(nodes.count(node) for node in nodes),
+        "layer_bytes": layer_bytes,
+        "layer_copy_seconds": copy_s,
+        "layer_forward_seconds": layer_s["forward"],
+        "layer_backward_seconds": layer_s["backward"],
+        "copy_seconds": layers * copy_s,
+        "attention_seconds": float(step.attention.max()),
+        "wait_seconds": waits_s,
+        "step_seconds": step_s + waits_s,
+    }
+
+
+def offload_lines(figures: dict[str, Any]) -> Iterator[str]:
+    """Yield the lines of a table of what `offload_of` returns."""
+    rows = {
+        f"offloaded under {figures['strategy']}": (
+            f"{figures['layers']} layers, {figures['host_bytes'] / GB:.1f} GB of host memory a "
+            f"rank, {figures['host_bytes_of_node'] / GB:.1f} GB a node"
+        ),
+        "copy of a layer, each way": (
+            f"{figures['layer_bytes'] / GB:.3f} GB, {figures['layer_copy_seconds'] * 1e3:.1f} ms; "
+            f"a layer computes {figures['layer_forward_seconds'] * 1e3:.1f} ms forward and "
+            f"{figures['layer_backward_seconds'] * 1e3:.1f} ms backward"
+        ),
+        "copies of a step, each way": f"{figures['copy_seconds']:.2f} s",
+        "predicted step": (
+            f"{figures['step_seconds']:.1f} s on {figures['profile']}: core attention "
+            f"{figures['attention_seconds']:.1f} s, waits for copies "
+            f"{figures['wait_seconds']:.1f} s"
+        ),
+    }
+    for name, value in rows.items():
+        yield f"{name:<30} {value}"

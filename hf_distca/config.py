@@ -118,6 +118,14 @@ class DistCAConfig:
         "This moves fewer bytes and takes more memory. It has no effect where keep_core_attention "
         "applies.",
     )
+    offload_activations: Switch = setting(
+        AUTO,
+        "Under gradient checkpointing, move what the checkpoints of layers keep to host memory "
+        "while the next layer computes, and back before the layer's backward pass. At most two of "
+        "the moved checkpoints are then on the device. True moves the checkpoints of all layers "
+        "but the last two. 'auto' moves as many as do not fit into a GPU, by the memory that a "
+        "trainer counts before training; it moves none on CPUs and in custom loops.",
+    )
     loss_chunk_bytes: BytesOrAuto = setting(
         AUTO,
         "Maximum size of the float32 logits of a chunk of rows, such as 256MiB. The loss is "

@@ -16,6 +16,7 @@ from torch import Tensor
 from hf_distca.dispatch.checkpoints import KeptResults
 from hf_distca.dispatch.cuts import BoundCuts
 from hf_distca.dispatch.exchange import Exchange, Route, bound_route
+from hf_distca.dispatch.offload import OffloadedForward
 from hf_distca.dispatch.recorder import NO_ROWS, Recorder, Rows
 from hf_distca.dispatch.remote import RemotePlan, ServerRows
 from hf_distca.dispatch.rows import (
@@ -426,6 +427,8 @@ class Runtime:
     keep_core_attention: bool = True
     # Functions of mixing modules by name, in place of transformers' own.
     functions: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
+    # Host memory for the checkpoints of this micro-batch's layers; None keeps them on the device.
+    offload: OffloadedForward | None = None
 
 
 class BoundPlan:

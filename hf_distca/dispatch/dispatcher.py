@@ -12,6 +12,7 @@ from hf_distca.batches.packed import REPLACED_BY_PLAN, checked_document_lengths,
 from hf_distca.dispatch.bound import BoundPlan, Runtime
 from hf_distca.dispatch.exchange import Exchange
 from hf_distca.dispatch.groups import EXCHANGE_CTAS, Groups, RankMesh, first_difference
+from hf_distca.dispatch.offload import ActivationOffload, OffloadedForward
 from hf_distca.dispatch.recorder import Recorder
 from hf_distca.dispatch.remote import RemoteWorkers
 from hf_distca.kernels import get_kernel
@@ -55,6 +56,8 @@ class Dispatcher:
         limits: Limits of the model's tables, against which batches are checked when they are
             planned.
         remote: Dedicated attention servers for the plans that are bound from now on; None for none.
+        offload: Host memory for checkpoints of layers in plans that are bound from now on; None for
+            none.
 
     Raises:
         ValueError: The settings differ between ranks or do not fit the number of ranks.
@@ -79,6 +82,7 @@ class Dispatcher:
         self.keep_received, self.keep_core_attention = keep_received, keep_core_attention
         self.limits: Limits = NO_LIMITS
         self.remote: RemoteWorkers | None = None
+        self.offload: ActivationOffload | None = None
         self._warned_of_positions = False
         with self.groups.raised_together(in_world=True):
             # Leave SMs for the blocks of the exchange; a single rank exchanges nothing.
@@ -151,7 +155,16 @@ class Dispatcher:
         if self.remote is not None:
             plan, remote = self.remote.bind(plan, self.settings)
         keeps = self.keep_received, self.keep_core_attention
-        runtime = Runtime(self.device, self.exchange, self.kernel, self.recorder, remote, *keeps)
+        offload = None if self.offload is None else OffloadedForward(self.offload)
+        runtime = Runtime(
+            self.device,
+            self.exchange,
+            self.kernel,
+            self.recorder,
+            remote,
+            *keeps,
+            offload=offload,
+        )
         return BoundPlan(plan, self.groups.rank, runtime)
 
     def plan_lengths(

@@ -1,9 +1,13 @@
 """Checkpoints of a model's layers, under the names of the installed version of transformers."""
 
+from collections.abc import Iterable
 from typing import Any
 
 from torch import nn
 from transformers import PreTrainedModel
+
+from hf_distca.dispatch.offload import BUFFERS
+from hf_distca.plan import AttentionKind
 
 LATER = "activation_checkpointing"
 """Name since transformers 5.23."""
@@ -11,6 +15,9 @@ EARLIER = "gradient_checkpointing"
 """Name before transformers 5.23, of which later versions warn."""
 CHECKPOINTING = LATER if hasattr(PreTrainedModel, f"{LATER}_enable") else EARLIER
 """Name of the setting of `TrainingArguments`, and part of the names of methods."""
+
+LSE_BYTES = 4
+"""Bytes of a value of the log-sum-exp."""
 
 
 def enable_checkpointing(
@@ -55,3 +62,34 @@ def move_default(args: Any) -> None:
     is_default = default is not None and args.gradient_checkpointing == default
     if CHECKPOINTING == LATER and args.activation_checkpointing is None and is_default:
         args.activation_checkpointing = default
+
+
+def checkpoint_row_bytes(
+    hidden: int,
+    kinds: Iterable[AttentionKind],
+    *,
+    hidden_bytes: int,
+    value_bytes: int,
+    keep_core_attention: bool,
+) -> int:
+    """Return the most bytes that the checkpoint of a decoder layer keeps of a row.
+
+    These are the layer's input, and O and log-sum-exp of its core attention if they are kept.
+
+    Args:
+        hidden: width of the hidden state.
+        kinds: kinds of attention of the model's layers.
+        hidden_bytes: bytes of a value of the hidden state: 4 under autocast of float32 weights.
+        value_bytes: bytes of a value of core attention.
+        keep_core_attention: the setting.
+    """
+    results = max(kind.q_heads * (kind.dim_v * value_bytes + LSE_BYTES) for kind in kinds)
+    return hidden * hidden_bytes + (results if keep_core_attention else 0)
+
+
+def offloaded_layers(layers: int) -> int:
+    """Return how many of a model's layers can have their checkpoints on the host.
+
+    The last layers' checkpoints stay on the device, because the backward begins with them.
+    """
+    return max(layers - BUFFERS, 0)

@@ -33,7 +33,8 @@ from hf_distca.patches.prepare import prepare_model
 from hf_distca.refusal import check
 from hf_distca.trainer import parallel
 from hf_distca.trainer.costs import choices_of
-from hf_distca.trainer.memory import checkpointing_of, log_memory
+from hf_distca.trainer.memory import checkpointing_of, log_memory, sharing_of, warn_of_memory
+from hf_distca.trainer.offload import offload_activations
 from hf_distca.trainer.refusals import DISPATCHED, NOT_CONNECTED, Run, check_trainer
 from hf_distca.trainer.resuming import check_agreement
 from hf_distca.units import AUTO
@@ -123,6 +124,8 @@ def make_dispatcher(
     memory = smallest_memory(dispatcher.groups, device)
     with raised_together(config.exchange_timeout):
         prepare_model(model, config, ping_pong=settings.ping_pong, memory=memory)
+    if config.offload_activations is True:
+        offload_activations(model, config, dispatcher, checkpointing=checkpointing)
     return dispatcher
 
 
@@ -253,9 +256,32 @@ def prepare_trainer(trainer: Trainer, *, packs: bool) -> Dispatcher:
         )
         parallel.gather_whole_layers(model, [*layers, *adapted_heads(model)])
     check_agreement(args, dispatcher)
-    if (
-        args.device.type == "cuda" and dispatcher.groups.rank == 0
-    ):  # the memory of other devices is unknown
-        memory = torch.cuda.get_device_properties(dispatcher.device).total_memory
-        log_memory(model, dispatcher, args, accelerator, memory)
+    if args.device.type == "cuda":  # the memory of other devices is unknown
+        _fit_into_memory(model, args, dispatcher, accelerator)
     return dispatcher
+
+
+def _fit_into_memory(
+    model: PreTrainedModel, args: Any, dispatcher: Dispatcher, accelerator: Accelerator
+) -> None:
+    """Count the memory of training on a GPU, and let checkpoints that do not fit go to the host.
+
+    A collective of the world.
+    """
+    taken = None
+    if dispatcher.groups.rank == 0:
+        memory = torch.cuda.get_device_properties(dispatcher.device).total_memory
+        taken = log_memory(model, dispatcher, args, accelerator, memory)
+    if args.offload_activations == AUTO:
+        strategy, _ = sharing_of(accelerator, model, dispatcher.groups.ranks)
+        offload_activations(
+            model,
+            args,
+            dispatcher,
+            checkpointing=checkpointing_of(args, accelerator) is not None,
+            excess=0 if taken is None else taken.excess,
+            # Other strategies cast the weights, and with them the hidden state.
+            hidden_bytes=None if strategy == "ddp" else dispatcher.settings.bytes_per_value,
+        )
+    if taken is not None:
+        warn_of_memory(taken, 0 if dispatcher.offload is None else dispatcher.offload.host.limit)

@@ -1,7 +1,7 @@
 """Log the device memory that training will take, once before training begins."""
 
 import logging
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 from accelerate import Accelerator, DistributedType
 from torch import nn
@@ -24,16 +24,30 @@ LEFT = 0.95
 """Fraction of a device's memory for tensors; CUDA, NCCL and gaps between tensors take the rest."""
 
 
+class CountedMemory(NamedTuple):
+    """Memory of training on a device, with all checkpoints on the device."""
+
+    tokens_per_rank: int
+    total: int  # bytes
+    memory: int  # bytes of the device
+    listed: str  # its parts
+
+    @property
+    def excess(self) -> int:
+        """Bytes that do not fit."""
+        return max(self.total - int(LEFT * self.memory), 0)
+
+
 def log_memory(
     model: nn.Module,
     dispatcher: Dispatcher,
     args: DistCAPaddedArguments,
     accelerator: Accelerator,
     memory: int,
-) -> None:
-    """Log what a document over all ranks takes of a device's `memory` in bytes.
+) -> CountedMemory | None:
+    """Log and return what a document over all ranks takes of a device's `memory` in bytes.
 
-    Warn if it does not fit.
+    None if the model cannot be counted.
     """
     settings = dispatcher.settings
     ranks = dispatcher.groups.ranks
@@ -62,21 +76,34 @@ def log_memory(
     except Exception as error:
         text = "cannot estimate the memory for training %s: %s (in %s)"
         logger.warning(text, type(model).__name__, error, raised_in(error))
-        return
+        return None
     parts: dict[str, int] = {
         **counted.state._asdict(),
         **{str(part): size for part, size in counted.parts.items()},
     }
-    total = sum(parts.values())
     listed = ", ".join(f"{name} {size / GB:.1f}" for name, size in parts.items() if size >= GB / 20)
-    figures = (args.tokens_per_rank, total / GB, memory / GB, listed)
-    logger.info("memory with %s tokens on each rank: %.1f of %.1f GB (%s)", *figures)
-    if total > LEFT * memory:
+    taken = CountedMemory(args.tokens_per_rank, sum(parts.values()), memory, listed)
+    logger.info(
+        "memory with %s tokens on each rank: %.1f of %.1f GB (%s)",
+        taken.tokens_per_rank,
+        taken.total / GB,
+        memory / GB,
+        listed,
+    )
+    return taken
+
+
+def warn_of_memory(taken: CountedMemory, offloaded: int) -> None:
+    """Warn if training does not fit, with so many bytes of checkpoints on the host."""
+    if taken.excess > offloaded:
         logger.warning(
             "tokens_per_rank=%s will not fit: a document that fills all ranks needs %.1f GB on a "
             f"device of %.1f GB (%s). Lower tokens_per_rank, set {CHECKPOINTING}=True, or train "
             "under FSDP2 or ZeRO-3; `hf-distca plan --model` shows the most tokens that fit",
-            *figures,
+            taken.tokens_per_rank,
+            (taken.total - offloaded) / GB,
+            taken.memory / GB,
+            taken.listed,
         )
 
 
@@ -103,5 +130,5 @@ def checkpointing_of(args: Any, accelerator: Accelerator) -> dict[str, Any] | No
         return options
     fsdp = getattr(accelerator.state, "fsdp_plugin", None)
     if fsdp is not None and fsdp.activation_checkpointing:
-        return {"offload": getattr(fsdp, "activation_checkpointing_offload", False)}
+        return {}
     return None

@@ -81,10 +81,17 @@ ARGUMENTS: tuple[Rule, ...] = (
     _restricted("fp16_full_eval", (False,), CONVERTED),
     # The following arguments are TRL's.
     _restricted("padding_free", (False,), PACKED),
-    _restricted(
-        "activation_offloading",
-        (False,),
-        "its CUDA stream of copies does not wait for exchanges of rows",
+    Rule(
+        "activation_offloading={0.activation_offloading} is set",
+        "TRL copies all that layers save, and begins to copy back when the backward waits for it",
+        f"set offload_activations=True and {CHECKPOINTING}=True",
+        lambda args: bool(getattr(args, "activation_offloading", False)),
+    ),
+    Rule(
+        f"{CHECKPOINTING}_kwargs={{{{'offload': True}}}} copies checkpoints of layers to the host",
+        "every layer would wait for its copies",
+        "leave 'offload' out and set offload_activations=True, which copies while layers compute",
+        lambda args: bool((getattr(args, f"{CHECKPOINTING}_kwargs") or {}).get("offload")),
     ),
     Rule(
         "mlp_chunk_rows={0.mlp_chunk_rows} is set with use_liger_kernel=True",
@@ -501,6 +508,16 @@ TRAINER: tuple[Rule, ...] = (
         lambda facts: facts.accelerator.state.dynamo_plugin.backend != DynamoBackend.NO,
     ),
     Rule(
+        "FSDP's activation_checkpointing_offload is set",
+        "every layer would wait for its copies",
+        "set offload_activations=True instead, which copies while layers compute",
+        lambda facts: getattr(
+            getattr(facts.accelerator.state, "fsdp_plugin", None),
+            "activation_checkpointing_offload",
+            False,
+        ),
+    ),
+    Rule(
         "tensor parallelism of size {0.tp_size} is set without DistributedConfig",
         "the model was not divided when it was loaded, or DeepSpeed divided it, which is not "
         "supported",
@@ -719,6 +736,18 @@ class Run:
         "{name} differs between ranks ({by_rank})",
         "all ranks must train on the same micro-batches, with the same plans",
         "start all ranks with the same {name}",
+    )
+    NO_CHECKPOINTS = Refusal(
+        "offload_activations=True is set without gradient checkpointing",
+        "only what checkpoints of layers keep goes to the host",
+        f"set {CHECKPOINTING}=True",
+    )
+    HOST_MEMORY = Refusal(
+        "checkpoints of {layers} layers take {needed} GB on the host {host} (ranks there: {ranks})",
+        "{available} GB can be used, {fraction} of what is available",
+        "lower tokens_per_rank, train on more hosts, or set offload_activations='auto', which "
+        "moves as many layers as fit",
+        condition="`offload_activations=True` with too little host memory",
     )
     NO_STEPS = Refusal(
         "num_train_epochs={epochs} and max_steps={steps} are set",

@@ -13,6 +13,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, TrainingArguments
 
+from hf_distca.dispatch import offload
+from hf_distca.dispatch.offload import Copies
 from hf_distca.memory.model_state import parameter_bytes
 from hf_distca.models.decoder import base_model
 from hf_distca.models.fake import model_of_config
@@ -21,11 +23,13 @@ from hf_distca.models.tensor_parallel import config_on_a_rank
 from hf_distca.trainer.checkpoints import agreed_checkpoint
 from hf_distca.trainer.memory import log_memory, sharing_of
 from hf_distca.trainer.refusals import Resume
+from tests.late_streams import LateStreams
 from tests.logged import Messages
 from tests.models_and_batches import random_documents, reference_step
 from tests.refused import refused
 from tests.trainer.comparison import (
     AS_GPUS,
+    CHECKPOINTING,
     LENGTHS,
     STRATEGIES,
     Result,
@@ -37,7 +41,7 @@ from tests.trainer.comparison import (
     train_alone,
     train_planned,
 )
-from tests.trainer.features import FEATURES, SAVED, TOGETHER, together
+from tests.trainer.features import BY_FSDP, FEATURES, SAVED, TOGETHER, together
 from tests.trainer.small_trainers import LENGTHS as OF_TRAINERS
 from tests.trainer.small_trainers import make_trainer
 
@@ -206,6 +210,47 @@ def test_optimizer_shards_of_another_number_of_ranks(run):
 def test_core_attention_is_kept_through_checkpoints_of_fsdp(run):
     kept, again = (run("fsdp2", name)[0] for name in ("checkpointed by FSDP", "computed again"))
     assert again["kernel_forwards"] == 2 * kept["kernel_forwards"] > 0
+
+
+OFFLOADED = {
+    "ddp": {"bf16": True, "adapter": FEATURES["LoRA on v_proj only"].adapter},  # autocast
+    "fsdp2": {},
+    "zero3": {},
+    "checkpointed by FSDP": {"environment": BY_FSDP, "bf16": True},
+}
+"""Trainings by their strategy; by FSDP2 where it is none."""
+
+
+def _training(folder: str, name: str, offloads: bool) -> tuple[Result, dict[str, int]]:
+    """A rank's training, and the bytes that went to host and device."""
+    how: dict[str, Any] = dict(OFFLOADED[name])
+    strategy = name if name in STRATEGIES else "fsdp2"
+    arguments = {CHECKPOINTING: name in STRATEGIES, "bf16": how.pop("bf16", False)}
+    arguments["offload_activations"] = offloads
+    training = Run(arguments, model=model_of(num_hidden_layers=4), **how)
+    streams = LateStreams()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(offload, "Copies", lambda device, _: Copies(device, streams))
+        result = train_planned(folder, training, strategy, f"{name}, {offloads}")
+    return result, streams.moved
+
+
+def _both_trainings(folder: str, name: str) -> list[tuple[Result, dict[str, int]]]:
+    """A rank's training without and with offload."""
+    return [_training(folder, name, offloads) for offloads in (False, True)]
+
+
+@pytest.mark.parametrize("name", OFFLOADED)
+def test_trainings_with_offload_are_the_same_to_the_last_bit(
+    rank_pools, zero_pools, tmp_path, name
+):
+    pool = zero_pools.get(name, rank_pools[2])
+    for rank_results in pool.run(_both_trainings, str(tmp_path), name, keeps_groups=True):
+        (expected, _), (got, moved) = rank_results
+        assert got["losses"] == expected["losses"]
+        for weight, learned in expected["learned"].items():
+            assert torch.equal(got["learned"][weight], learned), weight
+        assert moved["host"] == moved["device"] > 0
 
 
 # Models that ranks share

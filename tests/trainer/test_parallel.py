@@ -27,7 +27,7 @@ from hf_distca.models.checkpointing import CHECKPOINTING, is_checkpointing
 from hf_distca.refusal import check
 from hf_distca.trainer import assembly
 from hf_distca.trainer.assembly import make_dispatcher, smallest_memory
-from hf_distca.trainer.memory import checkpointing_of, log_memory, sharing_of
+from hf_distca.trainer.memory import checkpointing_of, log_memory, sharing_of, warn_of_memory
 from hf_distca.trainer.parallel import (
     LAUNCHED,
     ProcessCounts,
@@ -413,7 +413,8 @@ def test_memory_is_logged_with_a_warning_if_it_does_not_fit(tmp_path, caplog, mo
     caplog.clear()
     with caplog.at_level("INFO", "hf_distca.trainer.memory"):
         for memory in (10**10, 10**8):
-            log_memory(*of_trainer, memory)
+            taken = log_memory(*of_trainer, memory)
+            warn_of_memory(taken, offloaded=0)
     messages = [f"{record.levelname} {record.message}" for record in caplog.records]
     assert re.match(r"INFO memory with 8192 tokens on each rank: .* of 10\.0 GB \(", messages[0])
     assert messages[2].startswith("WARNING tokens_per_rank=8192 will not fit: ")
@@ -457,7 +458,9 @@ def test_memory_is_logged_with_a_warning_if_it_does_not_fit(tmp_path, caplog, mo
                 settings=replace(settings, bytes_per_value=bytes_per_value),
                 groups=SimpleNamespace(ranks=3),
             )
-            log_memory(trainer.model, of_three, *of_trainer[2:], memory)
+            counted_memory = log_memory(trainer.model, of_three, *of_trainer[2:], memory)
+            for offloaded in (0, 1):  # a byte on the host is enough
+                warn_of_memory(counted_memory, offloaded)
     assert counted == [(2, False), (2, True)]
     assert [record.levelname for record in caplog.records if "will not fit" in record.message] == [
         "WARNING"
@@ -467,7 +470,7 @@ def test_memory_is_logged_with_a_warning_if_it_does_not_fit(tmp_path, caplog, mo
     assert next(model.parameters()).grad is None
     trainer.train()
     # A model that cannot be counted trains nevertheless.
-    log_memory(torch.nn.Linear(1, 1), *of_trainer[1:], 10**10)
+    assert log_memory(torch.nn.Linear(1, 1), *of_trainer[1:], 10**10) is None
     message = caplog.records[-1].message
     assert message.startswith("cannot estimate the memory for training Linear: ")
     assert message.endswith(" (in enable_checkpointing of hf_distca/models/checkpointing.py)")
@@ -494,15 +497,15 @@ def test_how_ranks_share_a_model(kind, stage, config, expected):
 
 
 EVERY_SECOND = {"every_n_layers": 2}
-OFFLOADING = SimpleNamespace(activation_checkpointing=True, activation_checkpointing_offload=True)
+BY_FSDP = SimpleNamespace(activation_checkpointing=True)
 
 
 @pytest.mark.parametrize(
     ("asked", "options", "fsdp", "expected"),
     [
         (False, None, None, None),
-        (True, EVERY_SECOND, OFFLOADING, EVERY_SECOND),
-        (False, None, OFFLOADING, {"offload": True}),
+        (True, EVERY_SECOND, BY_FSDP, EVERY_SECOND),
+        (False, None, BY_FSDP, {}),
     ],
     ids=["none", "arguments before FSDP", "FSDP"],
 )

@@ -126,6 +126,10 @@ TOWER = {
     "by": {"distributed_type": DistributedType.MULTI_CPU},
 }
 COMPILED = SimpleNamespace(dynamo_plugin=SimpleNamespace(backend=DynamoBackend.INDUCTOR))
+OFFLOADED_BY_FSDP = SimpleNamespace(
+    dynamo_plugin=SimpleNamespace(backend=DynamoBackend.NO),
+    fsdp_plugin=SimpleNamespace(activation_checkpointing_offload=True),
+)
 LIGER = {"use_liger_kernel": True}
 LOADING = {
     "split_batches": True,
@@ -158,6 +162,7 @@ CASES: dict[str, list[dict[str, Any]]] = {
     "ARGUMENTS": [
         *({"auto_find_batch_size": True}, {"ddp_static_graph": True}, {"bf16_full_eval": True}),
         *({"fp16_full_eval": True}, {"padding_free": True}, {"activation_offloading": True}),
+        {f"{CHECKPOINTING}_kwargs": {"offload": True}},
         {**LIGER, "liger_kernel_config": {"geglu": False}, "mlp_chunk_rows": 16},
     ],
     "GIVEN": [{"args": None}, {"model_init": print}, {"options": {"_n_gpu": 2}}],
@@ -204,6 +209,7 @@ CASES: dict[str, list[dict[str, Any]]] = {
     "SFT_TRAINER": [{"tensor": 2}, {"images": True}],
     "TRAINER": [
         {"by": {"state": COMPILED}},
+        {"by": {"state": OFFLOADED_BY_FSDP}},
         {"tensor": 2},
         {"model": divided(pp_size=4)},
         {"model": divided(adapters=True), "tensor": 2},
@@ -233,6 +239,7 @@ ACCUMULATED = {"gradient_accumulation_steps": 2}
 NOT_REFUSED: list[tuple[str, dict[str, Any]]] = [
     ("PACKED_ARGUMENTS", {**LIGER, "label_names": ["labels"], "eval_packing": False}),
     ("ARGUMENTS", {"mlp_chunk_rows": 16}),
+    ("ARGUMENTS", {f"{CHECKPOINTING}_kwargs": {"offload": False, "every_n_layers": 2}}),
     (
         "ARGUMENTS",
         {**LIGER, "liger_kernel_config": {"swiglu": False, "geglu": False}, "mlp_chunk_rows": 16},

@@ -1,0 +1,143 @@
+"""How many layers' checkpoints go to the host, and the host memory for that."""
+
+import logging
+import socket
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import psutil
+
+from hf_distca.config import DistCAConfig
+from hf_distca.dispatch.dispatcher import Dispatcher
+from hf_distca.dispatch.offload import CHUNK_BYTES, ActivationOffload, HostMemory
+from hf_distca.models.checkpointing import checkpoint_row_bytes, offloaded_layers
+from hf_distca.models.decoder import base_model, decoder_layers
+from hf_distca.patches.offload import offload_checkpoints
+from hf_distca.trainer.refusals import Run
+from hf_distca.units import AUTO
+
+logger = logging.getLogger(__name__)
+
+GB = 1e9
+HOST_LEFT = 0.9
+"""Fraction of a host's available memory for checkpoints; data and the optimizer take the rest."""
+CGROUP = Path("/sys/fs/cgroup")
+"""Folder with the limits of this process's container."""
+LAYER_TENSORS = 8
+"""Tensors that a layer's checkpoint keeps, at most: its input, and O and log-sum-exp of two
+nano-batches."""
+
+
+class RankNeeds(NamedTuple):
+    """What one rank knows when layers are chosen."""
+
+    host: str
+    available: int  # bytes of memory that its host, or its container there, can still give
+    layer_bytes: int  # bytes of the checkpoint of a layer with all rows
+    excess: int  # bytes by which training exceeds the device's memory
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of host memory for a layer: a tensor's last chunk has a remainder."""
+        return self.layer_bytes + LAYER_TENSORS * CHUNK_BYTES
+
+
+def offload_activations(
+    model: Any,
+    config: DistCAConfig,
+    dispatcher: Dispatcher,
+    *,
+    checkpointing: bool,
+    excess: int = 0,
+    hidden_bytes: int | None = None,
+) -> None:
+    """Let checkpoints of layers go to the host as the settings say.
+
+    A collective of the world.
+
+    Args:
+        model: the model before it is wrapped; changed in place.
+        checkpointing: whether layers run again in the backward.
+        excess: bytes by which training exceeds the device's memory, for "auto"; the largest of all
+            ranks counts.
+        hidden_bytes: bytes of a value of the hidden state; None for the model's dtype.
+
+    Raises:
+        ValueError: on every rank, if layers have no checkpoints, or a host has too little memory.
+    """
+    asked = config.offload_activations
+    if asked is True and not checkpointing:
+        raise Run.NO_CHECKPOINTS.error()
+    if asked is False or not checkpointing:
+        return
+    # 1. Choose the layers on all ranks alike.
+    base: Any = base_model(model)
+    settings = dispatcher.settings
+    row_bytes = checkpoint_row_bytes(
+        base.config.get_text_config(decoder=True).hidden_size,
+        settings.kinds,
+        hidden_bytes=hidden_bytes or base.dtype.itemsize,
+        value_bytes=settings.bytes_per_value,
+        keep_core_attention=config.keep_core_attention,
+    )
+    layer_bytes = row_bytes * settings.tokens_per_rank
+    mine = RankNeeds(socket.gethostname(), available_host_memory(), layer_bytes, excess)
+    of_ranks = dispatcher.groups.all_gather(mine, in_world=True)
+    layers = chosen_layers(of_ranks, offloaded_layers(len(decoder_layers(base))), asked)
+    if layers == 0:
+        return
+    # 2. Reserve host memory for the layers, and change the model.
+    is_pinned = dispatcher.device.type == "cuda"
+    host = HostMemory(layers * mine.host_bytes, pinned=is_pinned)
+    dispatcher.offload = ActivationOffload(dispatcher.device, layers, host)
+    offload_checkpoints(model)
+    if dispatcher.groups.rank == 0:
+        size = layers * layer_bytes / GB
+        logger.info("checkpoints of %s layers go to the host: %.1f GB on each rank", layers, size)
+
+
+def chosen_layers(of_ranks: list[RankNeeds], most: int, asked: bool | str) -> int:
+    """Return how many layers' checkpoints go to the host, the same on every rank.
+
+    Args:
+        most: number of layers that can.
+        asked: the setting.
+    """
+    layers = most
+    if asked == AUTO:
+        missing = max(-(-needs.excess // needs.layer_bytes) for needs in of_ranks)
+        layers = min(most, max(missing, 0))
+    for host in dict.fromkeys(needs.host for needs in of_ranks):
+        there = [needs for needs in of_ranks if needs.host == host]
+        available = int(HOST_LEFT * min(needs.available for needs in there))
+        of_a_layer = sum(needs.host_bytes for needs in there)
+        fitting = available // of_a_layer
+        if fitting >= layers:
+            continue
+        error = Run.HOST_MEMORY.error(
+            layers=layers,
+            host=host,
+            needed=f"{layers * of_a_layer / GB:.1f}",
+            available=f"{available / GB:.1f}",
+            ranks=len(there),
+            fraction=HOST_LEFT,
+        )
+        if asked != AUTO:
+            raise error
+        logger.warning("%s", error)
+        layers = fitting
+    return layers
+
+
+def available_host_memory(cgroup: Path = CGROUP) -> int:
+    """Return the bytes of memory that the host, or this process's container, can still give."""
+    available: int = psutil.virtual_memory().available
+    limit = cgroup / "memory.max"
+    if not limit.exists() or limit.read_text().strip() == "max":
+        return available
+    statistics = (line.split() for line in (cgroup / "memory.stat").read_text().splitlines())
+    pages = {name: int(size) for name, size in statistics}
+    # The system takes back pages of files when memory is short.
+    used = int((cgroup / "memory.current").read_text())
+    used -= pages["active_file"] + pages["inactive_file"]
+    return min(available, int(limit.read_text()) - used)

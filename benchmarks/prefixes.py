@@ -56,11 +56,17 @@ from harness.padded import (
     keep_only_inputs_of_layers,
     norm_of_gradients,
 )
-from harness.prefixes import CASES, EXAMPLES, Example
+from harness.prefixes import (
+    CASES,
+    EXAMPLES,
+    Example,
+    batch_of_examples,
+    rows_of,
+    targets_of,
+)
 from torch import nn
 
 from hf_distca import DistCAConfig, pack_padded
-from hf_distca.dispatch.padded import PaddedBatch
 
 CPU = torch.device("cpu")
 RANKS = 2
@@ -85,10 +91,7 @@ def examples_of(case: str, seed: int, scale: int) -> list[Example]:
 
 def batch_of_rank(examples: Sequence[Example]) -> Batch:
     """The batch of this rank."""
-    own = examples[dist.get_rank() * EXAMPLES :][:EXAMPLES]
-    return batch_of(
-        [example.tokens for example in own], CPU, given=[example.given for example in own]
-    )
+    return batch_of_examples(examples[dist.get_rank() * EXAMPLES :][:EXAMPLES], CPU)
 
 
 def step_of(case: str, model: nn.Module, seed: int, scale: int) -> Callable[[], float]:
@@ -97,8 +100,7 @@ def step_of(case: str, model: nn.Module, seed: int, scale: int) -> Callable[[], 
     The call returns the loss of the rank.
     """
     examples = examples_of(case, seed, scale)
-    targets = sum(len(example.tokens) - example.given for example in examples)
-    return partial(forward_backward, model, [batch_of_rank(examples)], targets)
+    return partial(forward_backward, model, [batch_of_rank(examples)], targets_of(examples))
 
 
 def checked(scale: int) -> dict[str, Any]:
@@ -116,14 +118,6 @@ def checked(scale: int) -> dict[str, Any]:
             "norm of gradients": norm_of_gradients(model),
         }
     return found
-
-
-def rows_of(model: Any, batch: Batch) -> int:
-    """Rows that all ranks compute of a batch. A collective call."""
-    packed = model.base_model.batches.pack(
-        lambda: PaddedBatch({"input_ids": batch.input_ids}, batch.attention_mask)
-    )
-    return sum(bound.plan.document_tokens for _, bound in packed.micro_batches)
 
 
 def memory_of(strategy: str, scale: int) -> dict[str, float]:

@@ -307,6 +307,34 @@ def padded_before_model() -> Rows:
             )
 
 
+@table_of("prefixes")
+def prefixes() -> Rows:
+    found = result("prefixes")
+    yield (
+        "sequences",
+        "rows, alone",
+        "rows, shared",
+        "ratio",
+        "seconds, alone",
+        "seconds, shared",
+        "speed-up",
+        "MiB, alone",
+        "MiB, shared",
+    )
+    for case in ("groups", "pairs", "sessions"):
+        names = [f"{case}, {strategy}" for strategy in ("alone", "shared")]
+        alone, shared = (found["rows"][name] for name in names)
+        yield (
+            case,
+            str(alone),
+            str(shared),
+            f"{alone / shared:.2f}",
+            *(quartiles(found["figures"][f"{name}, s"]) for name in names),
+            quartiles(found["derived"][f"{case}, alone / shared"]),
+            *(f"{found['memory'][f'{name}, MiB']:.0f}" for name in names),
+        )
+
+
 def seconds_of_packed() -> float:
     return float(padded_on_gpu()["packed, all at once"]["step_s"])
 

@@ -36,6 +36,7 @@ def parts_of(setting: "Setting", gpus: int = 1) -> "list[Part]":
     from benchmarks.gpu.exchange import check_exchange
     from benchmarks.gpu.kernels import check_kernel, check_profile, kernel_names, why_missing
     from benchmarks.gpu.padded import check_padded
+    from benchmarks.gpu.prefixes import check_prefixes
     from benchmarks.gpu.replay import check_replays
     from benchmarks.gpu.runner import Part
     from benchmarks.gpu.server import check_server
@@ -57,6 +58,7 @@ def parts_of(setting: "Setting", gpus: int = 1) -> "list[Part]":
         Part("profile", check_profile, 60),
         Part("replays", check_replays, 60),
         Part("padded", check_padded, 100),
+        Part("prefixes", check_prefixes, 60),
     ]
 
 

@@ -59,7 +59,7 @@ def check_padded(setting: Setting) -> Findings:
     found: dict[str, dict[str, float]] = {}
     findings.figures["strategies"] = found
     for name, (attention, at_once, to_all) in STRATEGIES.items():
-        _free()
+        free()
         with findings.trying(name):
             model = make_model(setting, attention)
             dispatcher = None
@@ -160,7 +160,8 @@ def compare_strategies(
         )
 
 
-def _free() -> None:
+def free() -> None:
+    """Give the memory of models that are gone back to the device."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

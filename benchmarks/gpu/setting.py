@@ -50,6 +50,8 @@ class Setting:
         rollouts: sequences of these batches.
         rollout_scale: by which their lengths are divided.
         rollout_repeats: timed steps of each strategy.
+        prompt_tokens: of the prompt that eight completions share.
+        completion_tokens: the fewest and the most of a completion.
     """
 
     device: torch.device = field(default_factory=lambda: torch.device("cuda", 0))
@@ -94,6 +96,8 @@ class Setting:
     rollouts: int = 64
     rollout_scale: int = 1
     rollout_repeats: int = 2
+    prompt_tokens: int = 8192
+    completion_tokens: tuple[int, int] = (256, 1024)
 
     @property
     def on_cuda(self) -> bool:

@@ -1,10 +1,15 @@
 """Sequences that begin alike: groups of GRPO, pairs of DPO, and sessions of agents."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
+
+from hf_distca.dispatch.padded import PaddedBatch
+
+from .padded import Batch, batch_of
 
 EXAMPLES = 8
 """Sequences of a rank."""
@@ -87,3 +92,23 @@ CASES: dict[str, Callable[[int, int, int, int], list[Example]]] = {
     "pairs": pairs,
     "sessions": sessions,
 }
+
+
+def batch_of_examples(examples: Sequence[Example], device: torch.device) -> Batch:
+    return batch_of(
+        [example.tokens for example in examples],
+        device,
+        given=[example.given for example in examples],
+    )
+
+
+def targets_of(examples: Sequence[Example]) -> int:
+    return sum(len(example.tokens) - example.given for example in examples)
+
+
+def rows_of(model: Any, batch: Batch) -> int:
+    """Rows that all ranks compute of a batch. A collective call."""
+    packed = model.base_model.batches.pack(
+        lambda: PaddedBatch({"input_ids": batch.input_ids}, batch.attention_mask)
+    )
+    return sum(bound.plan.document_tokens for _, bound in packed.micro_batches)

@@ -3,7 +3,7 @@
 import gzip
 import json
 from importlib import import_module
-from itertools import product
+from itertools import pairwise, product
 from pathlib import Path
 
 import numpy as np
@@ -85,6 +85,27 @@ def test_lengths_of_rollouts(script):
         < rows["padded to eight"]
         < rows["padded to all"]
     )
+
+
+def test_sequences_that_begin_alike(script):
+    harness = script("harness.prefixes")
+    two_groups = harness.groups(2, 1024, 0)
+    assert len(two_groups) == 16
+    for group in (two_groups[:8], two_groups[8:]):
+        prompts = {tuple(example.tokens[: example.given].tolist()) for example in group}
+        assert [len(prompt) for prompt in prompts] == [1024]
+        assert all(64 <= len(example.tokens) - 1024 <= 256 for example in group)
+    pairs = harness.pairs(1, 1024, 0)
+    for chosen, rejected in zip(pairs[::2], pairs[1::2], strict=True):
+        assert chosen.given == rejected.given
+        assert torch.equal(chosen.tokens[: chosen.given], rejected.tokens[: chosen.given])
+    sessions = harness.sessions(2, 1024, 0)
+    assert [sessions[rank].given for rank in (0, 8)] == [512, 512]
+    for turn, following in pairwise(sessions[:8]):
+        assert torch.equal(turn.tokens, following.tokens[: following.given])
+    assert torch.equal(sessions[0].tokens[:512], sessions[15].tokens[:512])
+    batch = harness.batch_of_examples(sessions[:2], torch.device("cpu"))
+    assert batch.is_target.sum() == harness.targets_of(sessions[:2])
 
 
 def test_plans_that_know_of_nodes_beside_flat_ones(script, subtests):

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from benchmarks.gpu import exchange, padded, replay, steps
+from benchmarks.gpu import exchange, padded, prefixes, replay, steps
 from benchmarks.gpu.__main__ import SECONDS, START_S, command_of, parts_of
 from benchmarks.gpu.devices import cuda_devices, why_none
 from benchmarks.gpu.findings import Findings, StepResult, compare
@@ -63,6 +63,8 @@ SMALL = Setting(
     rollouts=16,
     rollout_scale=64,
     rollout_repeats=1,
+    prompt_tokens=256,
+    completion_tokens=(4, 16),
 )
 OPTIONAL = ("flash_attn", "flash_attn_3", "flash_attn_4")
 """Kernels whose packages are not there unless they are brought along."""
@@ -316,6 +318,27 @@ def test_padded_batches_that_differ_gain_little_or_are_packed_slowly_are_found()
     padded.compare_strategies(findings := Findings(), {**found, padded.PACKED: slow}, on_cuda=True)
     of_times = ["time of packed over padded to all", "share of a step before the model"]
     assert [sentence.rsplit(": ", 1)[0] for sentence in findings.wrong] == of_times
+
+
+def test_prefixes_that_save_too_little_are_found():
+    alone = {"rows": 300.0, "loss": 2.0, "norm of gradients": 1.0, "step_s": 3.0}
+    shared = {**alone, "rows": 100.0, "step_s": 1.0}
+    prefixes.compare_strategies(
+        findings := Findings(), {"alone": alone, "shared": shared}, on_cuda=True
+    )
+    assert findings.wrong == []
+    worse = {"rows": 110.0, "loss": 2.1, "norm of gradients": 1.1, "step_s": 1.3}
+    prefixes.compare_strategies(findings, {"alone": alone, "shared": worse}, on_cuda=True)
+    assert [sentence.rsplit(": ", 1)[0] for sentence in findings.wrong] == [
+        "difference of the loss",
+        "difference of the norm of gradients",
+        "rows of shared over alone",
+        "time of shared over alone",
+    ]
+    prefixes.compare_strategies(
+        findings := Findings(), {"alone": alone, "shared": {**shared, "step_s": 9.0}}, on_cuda=False
+    )
+    assert findings.wrong == []
 
 
 def test_a_packed_model_without_its_attention_is_found(monkeypatch):

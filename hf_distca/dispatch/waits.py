@@ -219,14 +219,16 @@ class _Watch:
 
     def _run(self) -> None:
         assert self.signs is not None
-        signs, reported_s = self.signs, 0.0
-        before = resumed = time.monotonic()
+        signs = self.signs
+        reported_s = 0.0
+        last_check = resumed = time.monotonic()
         while not self._stop.wait(signs.sign_s):
             now = time.monotonic()
-            if now - before > signs.silent_s:  # this process itself was stopped
+            if now - last_check > signs.silent_s:  # this process itself was stopped
                 signs.forget()
                 resumed = now
-            before, present = now, self.present
+            last_check = now
+            present = self.present
             seconds = 0.0 if present is None else now - max(present.since, resumed)
             signs.exchange(present, look=seconds > signs.sign_s)
             if present is None:
@@ -238,9 +240,8 @@ class _Watch:
             due_s = reported_s + REPORT_S if reported_s else min(REPORT_S, self._limit_s / 2)
             if seconds >= due_s:
                 reported_s = seconds
-                if self._rank < min(
-                    signs.ranks_at(present), default=self._rank + 1
-                ):  # speaks for the others there
+                # The lowest rank reports for all ranks at the same place.
+                if all(self._rank < rank for rank in signs.ranks_at(present)):
                     logger.warning("%s", self._sentence(present, seconds))
 
     def _must_end(self, signs: Signs, present: Present, seconds: float) -> bool:
@@ -251,8 +252,8 @@ class _Watch:
         """
         if present.wait:
             return seconds > self._limit_s + min(self._limit_s, GRACE_S)
-        gone = signs.store_silent_s() > self._limit_s or signs.silent_ranks(self._limit_s)
-        return seconds > self._limit_s and bool(gone)
+        is_lost = signs.store_silent_s() > self._limit_s or bool(signs.silent_ranks(self._limit_s))
+        return seconds > self._limit_s and is_lost
 
     def _end_process(self, present: Present, seconds: float) -> None:
         """End this process with a message; a launcher then ends the others."""
@@ -267,18 +268,19 @@ class _Watch:
 
     def _sentence(self, present: Present, seconds: float) -> str:
         """Return what this rank waits for, since when, and which ranks are stuck."""
-        what = f"waited for {present.wait}" if present.wait else "been"
+        activity = f"waited for {present.wait}" if present.wait else "been"
         place = f" in {present.place}" if present.place else ""
-        begin = f"rank {self._rank} has {what}{place} for {seconds:.0f} s"
+        begin = f"rank {self._rank} has {activity}{place} for {seconds:.0f} s"
         signs = self.signs
         if signs is None:
             return begin
-        if silent_s := signs.store_silent_s():
+        silent_s = signs.store_silent_s()
+        if silent_s:
             return (
                 f"{begin}: the run's store, in the process of the launcher or of rank 0, has not "
                 f"answered for {silent_s:.0f} s"
             )
-        stuck = [*signs.stuck(present).values()]
+        stuck = list(signs.stuck(present).values())
         if len(stuck) > NAMED_RANKS:
             stuck[NAMED_RANKS:] = [f"so it is with {len(stuck) - NAMED_RANKS} more ranks"]
         return f"{begin}: {'; '.join(stuck) or 'all ranks are alive and in the same place'}"

@@ -300,7 +300,7 @@ def _ready(x: Tensor, head_dim: int) -> Tensor:
 
 
 def _slice(x: Tensor, rows: slice) -> Tensor:
-    """Return some rows; all of them without a view."""
+    """Return a view of some rows, or the tensor itself if these are all rows."""
     return x if rows == slice(0, x.shape[0]) else x[rows]
 
 

@@ -203,9 +203,9 @@ class PlannedHead(nn.Module):
 
     @property
     def divides(self) -> bool:
-        """Whether ranks may compute different numbers of parts.
+        """Whether each rank may compute its rows in a number of parts of its own.
 
-        Not if each part gathers weights.
+        If every part gathers weights from all ranks, ranks need equally many parts.
         """
         is_divided = any(
             isinstance(weight, DTensor) or hasattr(weight, "ds_id") for weight in self.parameters()

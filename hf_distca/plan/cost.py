@@ -39,7 +39,7 @@ class RowBytes:
             kind.kv_heads * (kind.dim_qk + kind.dim_v),
             kind.q_heads * kind.dim_v,
         )
-        return cls(*(each * bytes_per_value for each in values))
+        return cls(*(count * bytes_per_value for count in values))
 
 
 def pairs(start: Rows | int, stop: Rows, window: int | None = None) -> Rows:
@@ -49,14 +49,14 @@ def pairs(start: Rows | int, stop: Rows, window: int | None = None) -> Rows:
     """
     if window is None:
         return (stop * (stop + 1) - start * (start + 1)) // 2
-    counted: Rows = _pairs_before(stop, window) - _pairs_before(start, window)
-    return counted
+    pair_count: Rows = _pairs_before(stop, window) - _pairs_before(start, window)
+    return pair_count
 
 
 def _pairs_before(row: NDArray[np.int64] | int, window: int) -> Any:
     """Return the pairs of rows [0, row); beyond the window each row adds `window`."""
-    inside = min(row, window) if isinstance(row, int) else np.minimum(row, window)
-    return inside * (inside + 1) // 2 + (row - inside) * window
+    ramp_rows = min(row, window) if isinstance(row, int) else np.minimum(row, window)
+    return ramp_rows * (ramp_rows + 1) // 2 + (row - ramp_rows) * window
 
 
 def row_reaching(amount: Amount, window: int | None = None) -> Amount:
@@ -71,11 +71,11 @@ def row_reaching(amount: Amount, window: int | None = None) -> Amount:
         if amount > ramp:
             return (window or 1) + (amount - ramp) / (window or 1)
         return math.sqrt(2.0 * max(amount, 0.0) + 0.25) - 0.5
-    inside = np.sqrt(2.0 * np.maximum(amount, 0.0) + 0.25) - 0.5
+    ramp_row = np.sqrt(2.0 * np.maximum(amount, 0.0) + 0.25) - 0.5
     return (
-        inside
+        ramp_row
         if window is None
-        else np.where(amount <= ramp, inside, window + (amount - ramp) / window)
+        else np.where(amount <= ramp, ramp_row, window + (amount - ramp) / window)
     )
 
 
@@ -83,8 +83,8 @@ def pairs_at(row: NDArray[np.float64], window: int | None = None) -> NDArray[np.
     """Return pairs(0, row) for fractional rows: the inverse of row_reaching."""
     if window is None:
         return row * (row + 1) / 2
-    inside = np.minimum(row, window)
-    return np.asarray(inside * (inside + 1) / 2 + (row - inside) * window)
+    ramp_rows = np.minimum(row, window)
+    return np.asarray(ramp_rows * (ramp_rows + 1) / 2 + (row - ramp_rows) * window)
 
 
 @dataclass(frozen=True)

@@ -107,18 +107,16 @@ def rows_by_link(tables: Sequence[IntArray], nodes: Sequence[int]) -> list[IntAr
 
 
 def bytes_by_link(plan: Plan, row_bytes: RowBytes, nodes: Sequence[int]) -> IntArray:
-    """Return [2, 2, workers] bytes of a layer's forward.
+    """Return [2, 2, workers] bytes of a layer's forward, by link and direction.
 
-    They travel within and between [workers] nodes, and are sent and received.
+    Args:
+        nodes: [workers] node of each worker.
     """
     return RowsMoved.of(plan, nodes).forward_bytes(row_bytes)
 
 
 def bytes_moved(plan: Plan, row_bytes: RowBytes) -> IntArray:
-    """Return [2, workers] int64: bytes that each worker sends and receives.
-
-    They are those of one layer's forward.
-    """
+    """Return [2, workers] int64: bytes that each worker sends and receives in a layer's forward."""
     return np.asarray(bytes_by_link(plan, row_bytes, (0,) * plan.workers).sum(axis=0))
 
 

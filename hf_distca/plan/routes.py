@@ -106,21 +106,21 @@ class CallTasks:
         """Divide the tasks in two: the first ones, as many as `tasks` says, and all after them."""
         q_rows = int(self.q_lens[:tasks].sum())
         k_rows = int(self.k_lens[:tasks].sum())
-        first = CallTasks(
+        first_part = CallTasks(
             self.q_lens[:tasks],
             self.k_lens[:tasks],
             self.q_rows[:q_rows],
             self.k_rows[:k_rows],
             self.task_pairs[:tasks],
         )
-        second = CallTasks(
+        second_part = CallTasks(
             self.q_lens[tasks:],
             self.k_lens[tasks:],
             self.q_rows[q_rows:],
             self.k_rows[k_rows:],
             self.task_pairs[tasks:],
         )
-        return first, second
+        return first_part, second_part
 
 
 @dataclass(frozen=True, eq=False)

@@ -282,19 +282,19 @@ def _sources(
     documents: list[int] = tasks["document"].tolist()
     parts_of_task: dict[int, list[Part]] = {}
     for giver, flows_of_giver in flows.items():
-        first, stop = first_task[giver], first_task[giver + 1]
-        own_tasks = tasks[first:stop]
+        first_own, stop = first_task[giver], first_task[giver + 1]
+        own_tasks = tasks[first_own:stop]
         low = pairs(0, own_tasks["start"], problem.pair_window).astype(np.float64)
         high = pairs(0, own_tasks["stop"], problem.pair_window).astype(np.float64)
-        listed = [task for task in range(first, stop) if documents[task] in held_rows]
+        listed = [task for task in range(first_own, stop) if documents[task] in held_rows]
         for taker, amount in flows_of_giver:
-            rows_of_taker = np.full(stop - first, problem.origin)
+            rows_of_taker = np.full(stop - first_own, problem.origin)
             for task in listed:
                 rows = held_rows[documents[task]].get(taker, problem.origin)
-                rows_of_taker[task - first] = rows
-            taken = take(price_of_giver[giver], low, high, amount, rows_of_taker)
-            for index, part in taken.items():
-                parts_of_task.setdefault(first + index, []).append((part, taker))
+                rows_of_taker[task - first_own] = rows
+            taken_pairs = take(price_of_giver[giver], low, high, amount, rows_of_taker)
+            for index, part in taken_pairs.items():
+                parts_of_task.setdefault(first_own + index, []).append((part, taker))
     return parts_of_task
 
 
@@ -372,17 +372,17 @@ class _CutTask:
         starts, stops = cuts[:, :-1], cuts[:, 1:]
         costs = self.price.bytes_of(starts, stops, held_rows).sum(axis=1)
         # 2. Forbid tasks smaller than a block, except at a document's end.
-        first, last = cuts[:, 0], cuts[:, -1]
+        first_cut, last_cut = cuts[:, 0], cuts[:, -1]
         short_tasks = (stops - starts < block).sum(axis=1)
-        short_tasks += (first > self.start + 1) & (first < self.start + block)
+        short_tasks += (first_cut > self.start + 1) & (first_cut < self.start + block)
         if self.stop < problem.layout.lengths[self.document]:
-            short_tasks += (last < self.stop - 1) & (last > self.stop - block)
+            short_tasks += (last_cut < self.stop - 1) & (last_cut > self.stop - block)
         forbidden = short_tasks * FORBIDDEN
         # 3. Of rests on both sides of the parts, the second one gathers its K/V rows once more.
         first_key: FloatArray | int = problem.origin
         if problem.window:
-            first_key = np.maximum(last - problem.window + 1, problem.origin)
-        rests_on_both_sides = (first > self.start) & (last < self.stop)
+            first_key = np.maximum(last_cut - problem.window + 1, problem.origin)
+        rests_on_both_sides = (first_cut > self.start) & (last_cut < self.stop)
         gathered = rests_on_both_sides * ((self.stop - first_key) * problem.gather_bytes)
         return np.asarray(costs + (forbidden + gathered))
 
@@ -412,27 +412,29 @@ def plan_flows(surplus: list[float], partners: dict[int, set[int]]) -> Flows:
         remaining = waiting_surplus.pop(giver)
         flows[giver] = flows_of_giver = []
         own_partners = partners.get(giver, set())
-        for_partners = sum(waiting_surplus.get(partner, 0.0) for partner in own_partners)
+        partners_surplus = sum(waiting_surplus.get(partner, 0.0) for partner in own_partners)
         takers_of_partners = {
             taker for partner in own_partners for taker, _ in flows.get(partner, ())
         }
         while remaining > 0 and rooms:
             # The tightest room for the giver and its partners, unless a partner takes the surplus
             # or another taker of its partners has room.
-            wanted = (remaining + for_partners, -1)
+            wanted_room = (remaining + partners_surplus, -1)
             partner_rooms = [
                 (room_of_worker[partner], partner)
                 for partner in own_partners
                 if room_of_worker.get(partner, 0.0) >= remaining
             ]
             if partner_rooms:
-                wanted = min(partner_rooms)
+                wanted_room = min(partner_rooms)
             else:
-                taker_rooms = [(room_of_worker[taker], taker) for taker in takers_of_partners]
-                wanted = max(
-                    [taker_room for taker_room in taker_rooms if taker_room[0] > 0], default=wanted
-                )
-            room, taker = rooms.pop(min(bisect_left(rooms, wanted), len(rooms) - 1))
+                taker_rooms = [
+                    (room_of_worker[taker], taker)
+                    for taker in takers_of_partners
+                    if room_of_worker[taker] > 0
+                ]
+                wanted_room = max(taker_rooms, default=wanted_room)
+            room, taker = rooms.pop(min(bisect_left(rooms, wanted_room), len(rooms) - 1))
             amount = min(remaining, room)
             flows_of_giver.append((taker, amount))
             remaining -= amount

@@ -112,14 +112,14 @@ def joint_segments(
         work=[-(mean * len(node.room)) for node in largest_nodes],
     )
     targets = Targets.of_bins(bins, slack * SLACK_OF_NODES, window, block)
-    on_nodes = _Placement(lengths, Pieces(documents), bins, targets).segments()
-    pieces_of_node = _pieces_on_nodes(on_nodes, len(node_sizes))
+    node_segments = _Placement(lengths, Pieces(documents), bins, targets).segments()
+    pieces_of_node = _pieces_on_nodes(node_segments, len(node_sizes))
     # 2. Place what each node has on its ranks. With a window few rows cross.
     if window is None:
         costs_of_node = _inter_node_costs(pieces_of_node)
     else:
         costs_of_node = [[0.0] * len(pieces) for pieces in pieces_of_node]
-    placed = []
+    segments_of_nodes = []
     for node, table, inter_node in zip(largest_nodes, pieces_of_node, costs_of_node, strict=True):
         own_mean = int(pairs(table["start"], table["stop"], window).sum()) / len(node.room)
         # Ranks of a node with few pairs may be farther above its mean.
@@ -130,8 +130,8 @@ def joint_segments(
         placement = _Placement(lengths, Pieces(table, inter_node), bins, targets, inside=True)
         segments = placement.segments()
         segments["rank"] += node.first_rank
-        placed.append(segments)
-    return joined(*placed)
+        segments_of_nodes.append(segments)
+    return joined(*segments_of_nodes)
 
 
 @dataclass(frozen=True)
@@ -147,18 +147,22 @@ def _bins(room: list[int], missing: float) -> Bins:
     return Bins(room, work=[-missing] * len(room))
 
 
-def _pieces_on_nodes(on_nodes: Table, count: int) -> list[Table]:
+def _pieces_on_nodes(node_segments: Table, count: int) -> list[Table]:
     """Return for each node [pieces] of dtype ROWS: rows of documents that it has, joined.
 
     Args:
-        on_nodes: [segments] of dtype SEGMENT, with nodes in place of ranks.
+        node_segments: [segments] of dtype SEGMENT, with nodes in place of ranks.
         count: number of nodes.
     """
     rows = table_of(
-        ROWS, document=on_nodes["document"], start=on_nodes["start"], stop=on_nodes["stop"]
+        ROWS,
+        document=node_segments["document"],
+        start=node_segments["start"],
+        stop=node_segments["stop"],
     )
     return [
-        merge_touching(by_document(rows[on_nodes["rank"] == number])) for number in range(count)
+        merge_touching(by_document(rows[node_segments["rank"] == number]))
+        for number in range(count)
     ]
 
 
@@ -240,10 +244,11 @@ class _Placement:
         remaining_pairs = np.cumsum(costs[order][::-1])[::-1]
         negligible = targets.mean * len(bins.room) * targets.slack * NEGLIGIBLE
         count = int((remaining_pairs > negligible).sum())
-        by_pairs = bins.pack(rows, costs, order[:count], self._most_missing_pairs)
+        rank_of_costly = bins.pack(rows, costs, order[:count], self._most_missing_pairs)
         # 2. The other pieces hardly matter in pairs: they go where most rows are missing.
-        by_rows = bins.pack(rows, costs, order[count:], bins.most_room)
-        rank_of_piece = np.maximum(by_pairs, by_rows)  # one of the two is NOWHERE, which is -1
+        rank_of_cheap = bins.pack(rows, costs, order[count:], bins.most_room)
+        # One of the two is NOWHERE, which is -1.
+        rank_of_piece = np.maximum(rank_of_costly, rank_of_cheap)
         self._rank_of_piece = rank_of_piece.tolist()
         fits_nowhere: list[int] = order[rank_of_piece[order] == NOWHERE].tolist()
         return fits_nowhere
@@ -265,31 +270,31 @@ class _Placement:
             self._rank_of_piece[piece] = rank
             room[rank] -= int(rows[piece])
         # The rank with the most room comes first; it is the last to get rows.
-        with_room = [rank for rank in range(len(room)) if room[rank] > 0]
-        with_room.sort(key=lambda rank: (-room[rank], rank))
+        ranks_with_room = [rank for rank in range(len(room)) if room[rank] > 0]
+        ranks_with_room.sort(key=lambda rank: (-room[rank], rank))
         rank_of_piece = np.array(self._rank_of_piece)
         for rank in range(len(room)):
             if room[rank] < 0:
                 pieces = np.flatnonzero(rank_of_piece == rank).tolist()
                 self._move_surplus(
-                    rank, [_Held(int(rows[piece]), piece) for piece in pieces], with_room
+                    rank, [_Held(int(rows[piece]), piece) for piece in pieces], ranks_with_room
                 )
 
-    def _move_surplus(self, rank: int, held: list["_Held"], with_room: list[int]) -> None:
+    def _move_surplus(self, rank: int, pieces: list["_Held"], ranks_with_room: list[int]) -> None:
         """Move rows of an overfull rank to ranks with room until it is full.
 
         Args:
-            held: pieces of the rank.
-            with_room: ranks with room; loses those that become full.
+            pieces: pieces of the rank.
+            ranks_with_room: ranks with room; loses those that become full.
         """
         room, block = self._bins.room, self._targets.block
         # A document is cut once, near its end. So a segment below a block always ends a document.
-        uncut = sorted(piece for piece in held if self._is_document(piece))
-        cut_already = sorted(piece for piece in held if not self._is_document(piece))
+        uncut = sorted(piece for piece in pieces if self._is_document(piece))
+        cut_already = sorted(piece for piece in pieces if not self._is_document(piece))
         while room[rank] < 0:
             if not uncut:
                 uncut, cut_already = cut_already, []
-            target = with_room[-1]
+            target = ranks_with_room[-1]
             wanted_rows = min(-room[rank], room[target])
             chosen = uncut.pop(_best_to_move(uncut, wanted_rows, block))
             moved_rows = min(wanted_rows, chosen.rows)
@@ -301,11 +306,11 @@ class _Placement:
             room[rank] += moved_rows
             room[target] -= moved_rows
             if not room[target]:
-                with_room.pop()
+                ranks_with_room.pop()
 
-    def _is_document(self, held: "_Held") -> bool:
-        """Return whether a piece is a whole document."""
-        return held.rows == int(self._lengths[self._pieces.documents[held.piece]])
+    def _is_document(self, piece: "_Held") -> bool:
+        """Return whether a rank's piece is a whole document."""
+        return piece.rows == int(self._lengths[self._pieces.documents[piece.piece]])
 
     def _cut_end(self, piece: int, rows: int, rank: int) -> None:
         """Give the last rows of a piece to a rank."""
@@ -322,16 +327,16 @@ class _Held(NamedTuple):
     piece: int
 
 
-def _best_to_move(held: list[_Held], rows: int, block: int) -> int:
+def _best_to_move(pieces: list[_Held], rows: int, block: int) -> int:
     """Return which piece to move rows from: one of exactly these rows, if there is one.
 
     Otherwise it is the shortest one whose head keeps a block, else the longest.
 
     Args:
-        held: pieces sorted by their rows.
+        pieces: pieces sorted by their rows.
     """
-    exact = bisect_left(held, _Held(rows, -1))
-    if exact < len(held) and held[exact].rows == rows:
+    exact = bisect_left(pieces, _Held(rows, -1))
+    if exact < len(pieces) and pieces[exact].rows == rows:
         return exact
-    keeps_block = bisect_left(held, _Held(rows + block, -1))
-    return min(keeps_block, len(held) - 1)
+    keeps_block = bisect_left(pieces, _Held(rows + block, -1))
+    return min(keeps_block, len(pieces) - 1)

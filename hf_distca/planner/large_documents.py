@@ -363,19 +363,19 @@ def _head_rows(pieces: Pieces, segments: list[Segment], ranks: int, block: int) 
         level = _filled_level([*sent_rows, *[0.0] * without_segment], head * sent_a_row)
         level = max(level, most_received)
         # 3. Give ranks with segments what ranks without segments do not send, in whole blocks.
-        to_send = head * sent_a_row - without_segment * level
+        rows_left = head * sent_a_row - without_segment * level
         for segment, sent in sorted(zip(chain, sent_rows, strict=True), key=itemgetter(1)):
-            more = max(min(level - sent, to_send), 0)
-            head_rows = int(more / sent_a_row) // block * block
+            further_rows = max(min(level - sent, rows_left), 0)
+            head_rows = int(further_rows / sent_a_row) // block * block
             rows_of_rank[segment.rank] = head_rows
-            to_send -= head_rows * sent_a_row
+            rows_left -= head_rows * sent_a_row
     return rows_of_rank
 
 
-def _filled_level(amounts: Iterable[float], more: float) -> float:
-    """Return the level up to which `more` raises the lowest amounts, all to the same level."""
+def _filled_level(amounts: Iterable[float], added_amount: float) -> float:
+    """Return the level of the lowest amounts after an amount is added that makes them equal."""
     sums = accumulate(sorted(amounts))
-    return min((below + more) / count for count, below in enumerate(sums, start=1))
+    return min((below + added_amount) / count for count, below in enumerate(sums, start=1))
 
 
 def _divide_heads(

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import chain
 
 import numpy as np
 
@@ -19,30 +20,30 @@ from hf_distca.plan.intervals import (
 )
 
 
-def fixed_layout(placed: Sequence[Sequence[int]], ranks: int | None = None) -> Layout:
+def fixed_layout(rank_lengths: Sequence[Sequence[int]], ranks: int | None = None) -> Layout:
     """Return the layout of documents that are already placed.
 
     Args:
-        placed: one list of documents' lengths per rank, possibly empty. If `ranks` is k times the
-            number of lists, a list is divided evenly over k consecutive ranks; the first ranks get
-            the rows that are left over.
+        rank_lengths: one list of documents' lengths per rank, possibly empty. If `ranks` is k times
+            the number of lists, a list is divided evenly over k consecutive ranks; the first ranks
+            get the rows that are left over.
 
     Raises:
         ValueError: a length below 1, or a number of lists that does not divide the ranks.
     """
-    ranks = len(placed) if ranks is None else ranks
-    if not placed or ranks < 1 or ranks % len(placed):
+    ranks = len(rank_lengths) if ranks is None else ranks
+    if not rank_lengths or ranks < 1 or ranks % len(rank_lengths):
         raise ValueError(
-            f"got {len(placed)} rows of documents for {ranks} ranks; give one row per rank, "
+            f"got {len(rank_lengths)} rows of documents for {ranks} ranks; give one row per rank, "
             "or one row per k consecutive ranks with ranks = k * rows"
         )
-    lengths = as_lengths([length for documents in placed for length in documents])
+    lengths = as_lengths(list(chain(*rank_lengths)))
     # Number the tokens of all documents from 0 on, list after list, and cut them where a document
     # or a rank begins.
     stops = np.append(0, np.cumsum(lengths))
-    list_stops = stops[np.cumsum([len(documents) for documents in placed])][:, None]
+    list_stops = stops[np.cumsum([len(documents) for documents in rank_lengths])][:, None]
     list_starts = np.append(0, list_stops[:-1])[:, None]
-    ranks_of_list = ranks // len(placed)
+    ranks_of_list = ranks // len(rank_lengths)
     share, more_rows = np.divmod(list_stops - list_starts, ranks_of_list)
     rank_in_list = np.arange(ranks_of_list)
     rank_starts = list_starts + rank_in_list * share + np.minimum(rank_in_list, more_rows)
@@ -128,14 +129,12 @@ def layout_of_kind(layout: Layout, kind: AttentionKind) -> Layout:
         first_of = np.cumsum(counts) - counts
         parents = np.where(first_row > start, first_of[parent] + number - first_chunk[parent], -1)
         branches = Branches(parents, first_row - start)
-    which, chunk, first, last = overlaps(layout.segments, chunks)
-    segments = layout.segments.take(which)
-    segments["offset"] += first - segments["start"]
-    segments["document"], segments["start"], segments["stop"] = (
-        chunk,
-        first - start[chunk],
-        last - start[chunk],
-    )
+    segment, chunk, piece_start, piece_stop = overlaps(layout.segments, chunks)
+    segments = layout.segments.take(segment)
+    segments["offset"] += piece_start - segments["start"]
+    segments["document"] = chunk
+    segments["start"] = piece_start - start[chunk]
+    segments["stop"] = piece_stop - start[chunk]
     return Layout(stop - start, segments, layout.ranks, branches)
 
 

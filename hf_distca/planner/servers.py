@@ -120,8 +120,8 @@ def without_ranks(plan: Plan, speeds: Sequence[float]) -> Plan:
     server_speeds = np.asarray(speeds[ranks:])
     cost = pairs(tasks["start"], tasks["stop"], plan.window)
     server_loads = np.bincount(tasks["worker"], weights=cost, minlength=plan.workers)[ranks:]
-    on_ranks = np.flatnonzero(tasks["worker"] < ranks)
-    largest_first = on_ranks[np.argsort(-cost[on_ranks], kind="stable")]
+    tasks_on_ranks = np.flatnonzero(tasks["worker"] < ranks)
+    largest_first = tasks_on_ranks[np.argsort(-cost[tasks_on_ranks], kind="stable")]
     for task in largest_first.tolist():
         server = int(np.argmin((server_loads + cost[task]) / server_speeds))
         server_loads[server] += cost[task]

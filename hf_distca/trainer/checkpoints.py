@@ -250,7 +250,7 @@ def _check_readable(checkpoint: Path) -> None:
 
 @contextmanager
 def _named_if_unreadable(file: Path, checkpoint: Path) -> Iterator[None]:
-    """Name the file in an error of what reads it."""
+    """Name the file in errors that are raised while it is read."""
     try:
         yield
     except Exception as error:  # of JSON, of safetensors, of a wrong type

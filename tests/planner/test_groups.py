@@ -167,31 +167,40 @@ def test_attention_is_balanced_inside_every_group():
     (nano,) = in_groups(lengths, placed(lengths, (2, 2), 20), 20, evenly=True, balance_block_size=1)
     assert nano.layout.tokens.tolist() == [20, 16, 20, 16]
     assert loads_of(nano.plans[KIND]).tolist() == [45, 45, 45, 45]
-    # Rows are forwarded where groups have ranks of several nodes.
-    for sizes, nodes in (((4, 4), (0, 0, 1, 1, 2, 2, 3, 3)), ((2, 2, 2, 2), None)):
-        placing = placed([8] * 4, sizes, 8)
-        (nano,) = in_groups([8] * 4, placing, 8, balance_block_size=1, ranks_per_node=2)
-        assert nano.plans[KIND].nodes == nodes
 
 
-def test_seconds_of_a_document():
-    kernel = KernelCost(9.0, 0.25, 0.125, 0.5, task=2.0)
-    for kind, pairs, tasks in (
+@pytest.mark.parametrize(
+    ("sizes", "nodes"), [((4, 4), (0, 0, 1, 1, 2, 2, 3, 3)), ((2, 2, 2, 2), None)]
+)
+def test_rows_are_forwarded_where_groups_have_ranks_of_several_nodes(sizes, nodes):
+    placing = placed([8] * 4, sizes, 8)
+    (nano,) = in_groups([8] * 4, placing, 8, balance_block_size=1, ranks_per_node=2)
+    assert nano.plans[KIND].nodes == nodes
+
+
+@pytest.mark.parametrize(
+    ("kind", "pairs", "tasks"),
+    [
         (KIND, 55, 1),
         (replace(KIND, window=4), 4 * 5 // 2 + 6 * 4, 1),
         (replace(KIND, chunk=4), 10 + 10 + 3, 3),
         (replace(KIND, chunk=5), 15 + 15, 2),
-    ):
-        of_kind = StepCosts(
-            (KindCosts(kind, 2, kernel, kernel),), 1.0, 2.0, 3.0, 5.0, Links(LINK, LINK)
-        )
-        expected = 10 * (2 * 3 * 4 + 5) + 4 * (0.5 * pairs + 0.375 * 10 + 2.0 * tasks)
-        assert document_seconds(np.array([10]), of_kind).tolist() == [expected]
-    # A short document costs more a pair.
-    of_kind = KindCosts(KIND, 1, KernelCost(0, 0, 0, 0, diagonal=1.0), KernelCost(0, 0, 0, 0))
-    seconds = document_seconds(
-        np.array([10, 600]), StepCosts((of_kind,), 0.0, 0.0, 0.0, 0.0, Links(LINK, LINK))
-    )
+    ],
+    ids=["full", "window", "uneven-chunks", "even-chunks"],
+)
+def test_seconds_of_a_document(kind, pairs, tasks):
+    kernel = KernelCost(9.0, 0.25, 0.125, 0.5, task=2.0)
+    kind_costs = KindCosts(kind, 2, kernel, kernel)
+    step_costs = StepCosts((kind_costs,), 1.0, 2.0, 3.0, 5.0, Links(LINK, LINK))
+    expected = 10 * (2 * 3 * 4 + 5) + 4 * (0.5 * pairs + 0.375 * 10 + 2.0 * tasks)
+    assert document_seconds(np.array([10]), step_costs).tolist() == [expected]
+
+
+def test_a_short_document_costs_more_a_pair():
+    kernel = KernelCost(0, 0, 0, 0, diagonal=1.0)
+    kind_costs = KindCosts(KIND, 1, kernel, KernelCost(0, 0, 0, 0))
+    step_costs = StepCosts((kind_costs,), 0.0, 0.0, 0.0, 0.0, Links(LINK, LINK))
+    seconds = document_seconds(np.array([10, 600]), step_costs)
     assert seconds.tolist() == [10 * 10, 600 * 512]
 
 
@@ -208,6 +217,15 @@ def micro_batches(draw):
         st.sampled_from([(1,) * ranks, (ranks,), (2, ranks - 2) if ranks > 2 else (ranks,)])
     )
     return np.array(lengths), ranks, tokens, nodes
+
+
+def test_the_first_nano_batch_leaves_room_for_long_documents_of_the_second():
+    # The second nano-batch needs 9 rows of each rank. If the 6 tokens of the first one lay whole on
+    # a rank, beside 9 rows of its long document, the rank would have 7 of 22 rows left.
+    placing = placed([18, 18, 6], (2,), 22)
+    nano_batches = in_groups([18, 18, 6], placing, 22, count=2, evenly=True)
+    assert [nano.documents.tolist() for nano in nano_batches] == [[0, 2], [1]]
+    assert [nano.layout.tokens.tolist() for nano in nano_batches] == [[12, 12], [9, 9]]
 
 
 def test_the_second_nano_batch_gives_its_extra_row_to_the_last_rank():

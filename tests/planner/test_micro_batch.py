@@ -270,6 +270,11 @@ def test_rows_of_every_rank_are_divided():
     assert list(plan.held_by(2)) == [(4, 0, 1), (5, 0, 1), (6, 0, 1)]
 
 
+def test_rows_of_a_rank_are_divided_where_the_smaller_part_is_largest():
+    plan = plan_placed([[1, 5, 6], [4, 4]], PlanSettings(2, 12, ping_pong=True))
+    assert [nano.documents.tolist() for nano in plan.nano_batches] == [[0, 1, 3], [2, 4]]
+
+
 @pytest.mark.parametrize(
     ("rank_lengths", "ping_pong"),
     [

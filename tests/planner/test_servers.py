@@ -95,28 +95,41 @@ def test_the_summary_counts_both_nano_batches(ranks_serve):
     assert 1 < plan.summary.max_over_mean < 1.02
 
 
-def test_rows_of_a_nano_batch_alone_travel_in_stages_beside_servers_too():
-    # The ranks compute all but a thousandth. Rank 1 reads 8192 rows of the document from rank 0;
-    # two documents stay.
-    for documents, ping_pong, stages in (([16384], False, [4]), ([8192, 8192], True, [1, 1])):
-        settings = PlanSettings(2, 8192, document_layout="fixed", ping_pong=ping_pong)
-        workers = Workers((1.0, 1.0, 1e-3), (0.0,) * 3)
-        plan = plan_with_servers(
-            plan_micro_batch(documents, settings), workers, settings, ranks_serve=True
-        )
-        plans = [only for nano in plan.nano_batches for only in nano.plans.values()]
-        assert [len(rows_by_stage(each)) for each in plans] == stages
-    # A repair has stages of its own: rank 1 computes what the server owes it, with keys of rank 0.
+@pytest.mark.parametrize(
+    ("documents", "ping_pong", "stages"),
+    [
+        # Rank 1 reads 8192 rows of the document from rank 0.
+        pytest.param([16384], False, [4], id="one-nano-batch"),
+        pytest.param([8192, 8192], True, [1, 1], id="two-nano-batches"),
+    ],
+)
+def test_rows_of_a_nano_batch_alone_travel_in_stages_beside_servers_too(
+    documents, ping_pong, stages
+):
+    """The ranks compute all but a thousandth."""
+    settings = PlanSettings(2, 8192, document_layout="fixed", ping_pong=ping_pong)
+    workers = Workers((1.0, 1.0, 1e-3), (0.0,) * 3)
+    plan = plan_micro_batch(documents, settings)
+    plan = plan_with_servers(plan, workers, settings, ranks_serve=True)
+    plans = [nano.plans[settings.dominant_kind] for nano in plan.nano_batches]
+    assert [len(rows_by_stage(nano_plan)) for nano_plan in plans] == stages
+
+
+def test_a_repair_has_stages_of_its_own():
+    # Rank 1 computes what the server owes it, with keys of rank 0.
     tasks = np.array([(0, 0, 8192, 0), (0, 8192, 16384, 2)], TASK)
     lost = Plan(fixed_layout([[16384]], 2), tasks, 3)
-    local = plan_lost(lost, [2], AttentionKind(), PlanSettings(2, 8192), 1e15)
-    assert (local.tasks.tolist(), len(rows_by_stage(local))) == ([(0, 8192, 16384, 1)], 4)
+    repair = plan_lost(lost, [2], AttentionKind(), PlanSettings(2, 8192), 1e15)
+    assert repair.tasks.tolist() == [(0, 8192, 16384, 1)]
+    assert len(rows_by_stage(repair)) == 4
 
 
-KIND = AttentionKind(
-    q_heads=2, kv_heads=1, dim_qk=8, dim_v=8
-)  # rows of 32 bytes of Q, of O, and of K and V together
-SLOW, FAST = 1e-3, 1e15  # pairs per second of ranks that bytes, or pairs, cost nothing beside
+# Rows of 32 bytes of Q, of O, and of K and V together.
+KIND = AttentionKind(q_heads=2, kv_heads=1, dim_qk=8, dim_v=8)
+SLOW = 1e-3
+"""Pairs per second of ranks beside which bytes cost nothing."""
+FAST = 1e15
+"""Pairs per second of ranks whose pairs cost nothing."""
 
 
 def settings_of(ranks, block, **others):
@@ -172,24 +185,27 @@ def test_a_document_s_end_is_spread_over_the_ranks_or_inside_nodes_or_stays(node
         assert inside.tasks.tolist() == [(0, 12, 16, 0), (0, 8, 12, 1)]
 
 
-def test_seconds_are_those_of_the_busiest_rank_and_of_its_bytes_there_and_back():
+@pytest.mark.parametrize(("ranks_per_node", "bandwidth"), [(1, 50e9), (2, 450e9)])
+def test_seconds_are_those_of_the_busiest_rank_and_of_its_bytes(ranks_per_node, bandwidth):
     # Rank 1 computes rows 2 and 3 of a document of rank 0: 7 pairs, and 3 pairs are computed
     # locally.
     tasks = np.array([(0, 0, 2, 0), (0, 2, 4, 1)], TASK)
-    plan, settings = Plan(fixed_layout([[4], []]), tasks, 2), settings_of(2, 2, row_overhead=5)
-    # Forward: 2 rows of Q and 4 of K and V go there. Backward: Q, O and dO, K and V go there.
-    for per_node, bandwidth in ((1, 50e9), (2, 450e9)):
-        seconds = seconds_of(plan, KIND, replace(settings, ranks_per_node=per_node), 1e10)
-        assert seconds == pytest.approx((7 + 2 * 5) / 1e10 + (192 + 320) / bandwidth)
-    # What a repair exchanges travels in the stages that it needs. Rank 1 holds rows 8 to 15 and
-    # reads rows 0 to 7 of rank 0 for them, which a buffer of 4 rows takes in two stages. In the
-    # plan ranks exchanged nothing.
+    plan = Plan(fixed_layout([[4], []]), tasks, 2)
+    settings = settings_of(2, 2, row_overhead=5, ranks_per_node=ranks_per_node)
+    # Forward: 2 rows of Q and 4 of K and V are sent. Backward: Q, O and dO, K and V are sent.
+    expected = (7 + 2 * 5) / 1e10 + (192 + 320) / bandwidth
+    assert seconds_of(plan, KIND, settings, 1e10) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(("buffer_bytes", "stage_rows"), [(4 * 32, 4), (1, 1), (1 << 25, None)])
+def test_a_repair_exchanges_in_the_stages_that_it_needs(buffer_bytes, stage_rows):
+    # Rank 1 holds rows 8 to 15 and reads rows 0 to 7 of rank 0 for them, which a buffer of 4 rows
+    # takes in two stages. In the plan ranks exchanged nothing.
     plan = Plan(fixed_layout([[16]], 2), np.array([(0, 0, 8, 0), (0, 8, 16, 2)], TASK), 3)
-    for buffer_bytes, stage_rows in ((4 * 32, 4), (1, 1), (1 << 25, None)):
-        local = plan_lost(
-            plan, [2], KIND, settings_of(2, 8, exchange_buffer_bytes=buffer_bytes), FAST
-        )
-        assert (local.tasks.tolist(), local.stage_rows) == ([(0, 8, 16, 1)], stage_rows)
+    settings = settings_of(2, 8, exchange_buffer_bytes=buffer_bytes)
+    repair = plan_lost(plan, [2], KIND, settings, FAST)
+    assert repair.tasks.tolist() == [(0, 8, 16, 1)]
+    assert repair.stage_rows == stage_rows
 
 
 @given(

@@ -214,18 +214,25 @@ JOINT = strategy(
 )
 
 
-def test_advice():
-    for seconds, pays in ((2.0, True), (1.02, True), (1.01, False), (0.5, False)):
-        whole = replace(WHOLE, step_seconds=seconds)
-        speed = f"{seconds:.2f}× the speed of whole, the best other strategy."
-        no = (
-            f"No gain expected: {speed} Core attention is 30% of a step. Longer documents beside "
-            "short ones would "
-        )
-        yes = f"{speed} Set document_layout='joint', tokens_per_rank=512."
-        assert list(advice([whole, JOINT], whole, JOINT, 512)) == [
-            yes if pays else f"{no}gain more."
-        ]
+@pytest.mark.parametrize("seconds", [2.0, 1.02])
+def test_advice_where_plans_pay(seconds):
+    whole = replace(WHOLE, step_seconds=seconds)
+    assert list(advice([whole, JOINT], whole, JOINT, 512)) == [
+        f"{seconds:.2f}× the speed of whole, the best other strategy. "
+        "Set document_layout='joint', tokens_per_rank=512."
+    ]
+
+
+@pytest.mark.parametrize("seconds", [1.01, 0.5])
+def test_advice_where_plans_do_not_pay(seconds):
+    whole = replace(WHOLE, step_seconds=seconds)
+    assert list(advice([whole, JOINT], whole, JOINT, 512)) == [
+        f"No gain expected: {seconds:.2f}× the speed of whole, the best other strategy. "
+        "Core attention is 30% of a step. Longer documents beside short ones would gain more."
+    ]
+
+
+def test_advice_on_waits():
     waits = replace(JOINT, exchange_seconds=0.06)
     assert list(advice([WHOLE, waits], WHOLE, waits, 512))[1:] == [
         (
@@ -234,10 +241,11 @@ def test_advice():
         ),
         "A larger balance_tolerance moves fewer rows.",
     ]
-    cuts, faster = (
-        replace(WHOLE, documents_cut=0.1),
-        strategy("plain", step_seconds=0.9, documents_cut=0.3),
-    )
+
+
+def test_advice_on_strategies_that_cut_documents():
+    cuts = replace(WHOLE, documents_cut=0.1)
+    faster = strategy("plain", step_seconds=0.9, documents_cut=0.3)
     assert list(advice([faster, cuts, JOINT], cuts, JOINT, 512))[1:] == [
         (
             "Every other strategy cuts documents: whole cuts 10.0% of them. "

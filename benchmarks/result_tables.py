@@ -31,6 +31,8 @@ STEP_TIMES = {
     "step_time_960_mbit": "2, 960 Mbit/s",
 }
 """Results of step_time.py, and what the column "ranks" says of each."""
+PLANNED = ("shared", "alone")
+"""How prefix_plans.py plans sequences that begin alike."""
 CORPORA = {"wlbllm": "pretraining mix", "prolong": "ProLong"}
 
 
@@ -444,6 +446,17 @@ def plan_time() -> Rows:
             f"{found[f'chosen, {count} ranks, {kind}, ms']['median']:.0f}" for count in ranks
         )
         yield CORPORA.get(kind, kind), *medians
+
+
+@table_of("prefix_plans")
+def prefix_plans() -> Rows:
+    found = result("prefix_plans")
+    gathering = ("gathered, GB", "merged, GB", "whole paths gathered, GB")
+    yield "sequences", "computed", "shared", "planning, ms", "each alone, ms", *gathering
+    for kind, counts in found["counts"].items():
+        planning = (f"{found['figures'][f'{kind}, {how}, ms']['median']:.0f}" for how in PLANNED)
+        rows = (f"{counts[name] / 1e6:.1f} M" for name in ("computed rows", "shared rows"))
+        yield kind, *rows, *planning, *(f"{counts[name]:.0f}" for name in gathering)
 
 
 @table_of("dispatch")

@@ -10,6 +10,11 @@ import numpy as np
 import pytest
 import torch
 
+from hf_distca.plan import Branches
+from hf_distca.plan.routes import make_routes
+from hf_distca.planner.micro_batch import plan_micro_batch
+from hf_distca.planner.settings import PlanSettings
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -195,3 +200,22 @@ def test_steps_of_the_reference_are_predicted_by_its_baseline_alone(script, subt
     slow = figures_with_balanced_step(5.0)
     assert fast["ms_per_billion_pairs"] == slow["ms_per_billion_pairs"]
     assert np.isclose((1 + fast["balanced_bias"]) * 1.0, (1 + slow["balanced_bias"]) * 5.0)
+
+
+def test_rows_that_branches_gather_and_merge(script):
+    prefix_plans = script("prefix_plans")
+    # A root of 4 rows with two branches of 2 rows, on one rank. The branches read the root in one
+    # call: 8 rows in place, and the root once more for 4 queries.
+    branches = Branches(np.array([-1, 0, 0]), np.array([0, 4, 4]))
+    plan = plan_micro_batch([4, 6, 6], PlanSettings(1, 8), branches)
+    routes = make_routes(*plan.nano_batches[0].plans.values(), 0)
+    assert prefix_plans.gathered_rows(routes) == 8 + 4
+    assert prefix_plans.merged_rows(routes) == 4
+    assert (
+        prefix_plans.shared_over_alone("pairs", {"pairs, shared, ms": 2, "pairs, alone, ms": 8})
+        == 0.25
+    )
+    groups = prefix_plans.Groups(256, (128, 129), (1, 2)).drawn(2)
+    assert {length for lengths in groups.lengths for length in lengths} == {256 + 128 + 1}
+    first, second = groups.hashes[0][0], groups.hashes[1][0]  # of one prompt
+    assert [one == two for one, two in zip(first, second, strict=True)] == [True] * 3 + [False]

@@ -2,7 +2,9 @@
 
 import argparse
 import json
+import sys
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -159,6 +161,22 @@ def _checked_lengths(path: str, content: Any) -> list[int] | list[list[int]]:
     return lengths
 
 
+@contextmanager
+def _bars_on_terminals() -> Iterator[None]:
+    """Let data sets draw bars on a terminal only, as the bars of commands are."""
+    from datasets import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
+
+    hides = not sys.stderr.isatty() and not are_progress_bars_disabled()
+    if hides:
+        disable_progress_bars()
+    try:
+        yield
+    finally:
+        if hides:
+            enable_progress_bars()
+
+
+@_bars_on_terminals()
 def _of_data(options: argparse.Namespace) -> IntArray:
     """Return the document lengths of what `load_documents` reads: tables, texts and data sets."""
     import pyarrow

@@ -1,4 +1,5 @@
 import json
+import sys
 
 import datasets
 import numpy as np
@@ -462,8 +463,13 @@ def test_tokens_are_counted_once_and_a_bar_moves_while_they_are(run, tmp_path, m
         "--tokens-per-rank",
         "256",
     ]
-    assert [run("plan", *options)[0] for _ in range(2)] == [0, 0]
-    assert counted == [100, 100, 50]
+    status, _, errors = run("plan", *options)  # its errors go into a file
+    assert (status, errors) == (0, "")
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    file.write_text(file.read_text() + json.dumps({"text": "w"}) + "\n")
+    assert "Counting tokens: 100%" in run("plan", *options)[2]
+    assert run("plan", *options)[0] == 0
+    assert counted == [100, 100, 50, 100, 100, 51]
 
 
 @pytest.mark.parametrize(

@@ -147,10 +147,11 @@ class DistCAConfig:
     )
     share_prefixes: bool = setting(
         True,
-        "Compute equal beginnings of the sequences of padded batches once, such as the prompt of "
-        "several completions, if they have 128 tokens or more. Sequences are computed alone, and "
-        "the reason is logged once, where sharing would change results: with dropout, and in "
-        "hybrid models.",
+        "Compute equal beginnings of sequences once, if they have 128 tokens or more: the prompt "
+        "of several completions in padded batches, or the history that documents of an agent's "
+        "session repeat. Documents that share rows come together in a micro-batch. Sequences are "
+        "computed alone, and the reason is logged once, where sharing would change results: with "
+        "dropout, and in hybrid models. With attention servers documents are computed alone.",
     )
     ranks_per_node: str = setting(
         AUTO,

@@ -19,26 +19,70 @@ from hf_distca.collator.documents import (
     is_stored,
     token_document,
 )
+from hf_distca.collator.prefixes import SharedBeginnings
 from hf_distca.collator.sampler import GlobalMicroBatch
 from hf_distca.plan import PLAN_KEY, MicroBatchPlan
+from hf_distca.plan.intervals import IntArray, Table, rounds_of
 from hf_distca.planner.micro_batch import plan_micro_batch
+from hf_distca.planner.prefixes import SharedPrefixes
+from hf_distca.planner.sequences import held_rows, plan_documents, rows_read, with_offsets
 from hf_distca.planner.settings import PlanSettings
 
 logger = logging.getLogger(__name__)
+
+TARGET_ROWS = "target_rows"
+"""Key of a batch whose rows may have several targets: the rows of the labels, as a list of tensors
+in each of which a row comes once."""
+
+
+@dataclass(frozen=True, eq=False)
+class SharedRows:
+    """Rows that a rank holds for several excerpts.
+
+    Attributes:
+        owners: [documents] an excerpt that has all rows of each document of the plan.
+        read: [entries] of dtype HELD: rows [start, stop) of an excerpt, which the rank holds.
+        excerpts: [entries] excerpt of each entry.
+    """
+
+    owners: IntArray
+    read: Table
+    excerpts: IntArray
+
+    @classmethod
+    def of(
+        cls, plan: MicroBatchPlan, shared: SharedPrefixes, lengths: IntArray, rank: int
+    ) -> "SharedRows":
+        """Return the rows of one rank.
+
+        Args:
+            lengths: [excerpts] tokens of each.
+        """
+        held = with_offsets(held_rows(plan, 0, np.arange(len(shared.lengths))))
+        read, excerpts = rows_read(held, shared, lengths)
+        is_here = read["rank"] == rank
+        return cls(shared.owners, read.compress(is_here), excerpts[is_here])
 
 
 @dataclass(frozen=True, eq=False)
 class PlannedDocuments:
     """A planned global micro-batch with the documents of which one rank holds rows.
 
-    The plan's documents are the excerpts in order, then one-token fillers until every rank holds a
-    row: a rank without rows would be missing in every exchange.
+    The plan's documents are the excerpts in order, or what they are divided into where they share
+    rows. One-token fillers follow until every rank holds a row: a rank without rows would be
+    missing in every exchange.
     """
 
     plan: MicroBatchPlan
     excerpts: NDArray[np.void]  # [excerpts] of dtype EXCERPT
     # Whole documents from `token_document`, by index in the data set.
     documents: dict[int, NDArray[np.int64]]
+    shared: SharedRows | None = None  # None if excerpts share no rows
+
+    def rows(self, excerpt: int) -> NDArray[np.int64]:
+        """Return [2, rows] tokens and targets of an excerpt."""
+        index, *bounds = self.excerpts[excerpt].item()
+        return excerpt_rows(self.documents[index], *bounds)
 
 
 @dataclass(eq=False)
@@ -55,6 +99,7 @@ class RankDocuments(Dataset[PlannedDocuments]):
     rank: int
     columns: Columns = ANY_COLUMNS
     name: str = A_DATASET  # in errors
+    beginnings: SharedBeginnings | None = None  # None: each document is computed alone
 
     def __post_init__(self) -> None:
         dataset = self.dataset
@@ -77,16 +122,28 @@ class RankDocuments(Dataset[PlannedDocuments]):
         # 1. Plan the micro-batch, with fillers until every rank holds a row. There are enough as
         # soon as there are as many tokens as ranks, or as many documents that stay whole.
         excerpts = micro_batch.excerpts
-        lengths = (excerpts["stop"] - excerpts["start"]).tolist()
+        lengths = excerpts["stop"] - excerpts["start"]
+        found = self._found(micro_batch)
         stay_whole = self.settings.document_layout == "whole"
-        divisible_parts = len(lengths) if stay_whole else sum(lengths)
-        fillers = [1] * (self.settings.ranks - divisible_parts)
+        trees = len(lengths) if found is None else found.trees
+        rows = int(lengths.sum()) if found is None else found.rows
+        fillers = max(self.settings.ranks - (trees if stay_whole else rows), 0)
         choices = self.settings.choices if micro_batch.choices is None else micro_batch.choices
-        plan = plan_micro_batch(lengths + fillers, replace(self.settings, choices=choices))
-        plan = replace(plan, fillers=len(fillers))
-        # 2. Read the documents of which this rank holds rows. Fillers come after all excerpts.
-        documents_on_rank = {document for document, _, _ in plan.held_by(self.rank)}
-        excerpts_on_rank = sorted(index for index in documents_on_rank if index < len(excerpts))
+        settings = replace(self.settings, choices=choices)
+        shared: SharedRows | None = None
+        if found is None:
+            plan = plan_micro_batch(lengths.tolist() + [1] * fillers, settings)
+            plan = replace(plan, fillers=fillers)
+        else:
+            plan = plan_documents(found, np.arange(len(found.lengths)), fillers, settings)
+            plan = replace(plan, shared_rows=int(lengths.sum()) - rows)
+            shared = SharedRows.of(plan, found, lengths, self.rank)
+        # 2. Read the documents of which this rank holds rows. Fillers come after all others.
+        used = {document for document, _, _ in plan.held_by(self.rank)}
+        if shared is not None:
+            held = [document for document in used if document < len(shared.owners)]
+            used = {*shared.owners[held].tolist(), *shared.excerpts.tolist()}
+        excerpts_on_rank = sorted(index for index in used if index < len(excerpts))
         indices = np.unique(excerpts["document"][excerpts_on_rank]).tolist()
         if hasattr(self.dataset, "__getitems__"):  # one batched read
             examples = self.dataset.__getitems__(indices)
@@ -97,7 +154,18 @@ class RankDocuments(Dataset[PlannedDocuments]):
             document = token_document(example, f"document {index} of {self.name}", self.columns)
             check_planned_length(document, self.lengths[index], index, self.columns, self.name)
             documents[index] = document
-        return PlannedDocuments(plan, excerpts, documents)
+        return PlannedDocuments(plan, excerpts, documents, shared)
+
+    def _found(self, micro_batch: GlobalMicroBatch) -> SharedPrefixes | None:
+        """Return what the excerpts of a micro-batch share; None if nothing."""
+        if self.beginnings is None or micro_batch.groups is None:
+            return None
+        # Groups that fit into one rank each may not fit together.
+        may_join = self.settings.document_layout != "whole"
+        most_rows = self.settings.tokens_per_rank * (self.settings.ranks if may_join else 1)
+        return self.beginnings.shared(
+            micro_batch.excerpts, micro_batch.groups, most_rows, joins=may_join
+        )
 
 
 class DistCACollator:
@@ -154,16 +222,48 @@ class DistCACollator:
                 "data set and GlobalBatchSampler as its batch_sampler"
             )
         (planned,) = features
+        shared = planned.shared
+        documents = len(planned.excerpts) if shared is None else len(shared.owners)
         parts: list[tuple[int, NDArray[np.int64]]] = []
         for document, start, stop in planned.plan.held_by(self.rank):
-            is_filler = document >= len(planned.excerpts)
-            if is_filler:
+            if document >= documents:
                 rows = np.array([[self.filler_token_id], [IGNORED_TARGET]])
             else:
-                index, *excerpt = planned.excerpts[document].item()
-                rows = excerpt_rows(planned.documents[index], *excerpt)[:, start:stop]
+                excerpt = document if shared is None else int(shared.owners[document])
+                rows = planned.rows(excerpt)[:, start:stop]
             parts.append((start, rows))
-        return {**rows_batch(parts), PLAN_KEY: planned.plan}
+        batch: dict[str, Any] = rows_batch(parts)
+        if shared is not None:
+            batch |= shared_targets(planned, shared)
+        return {**batch, PLAN_KEY: planned.plan}
+
+
+def shared_targets(planned: PlannedDocuments, shared: SharedRows) -> dict[str, Any]:
+    """Return the targets of a rank's rows for all excerpts that have them, and the targets' rows.
+
+    Rows without a target are left out. Without any target there is one label that does not count.
+
+    Returns:
+        `labels` and `shift_labels` [1, targets], and under TARGET_ROWS their rows.
+    """
+    targets: list[NDArray[np.int64]] = []
+    rows: list[NDArray[np.int64]] = []
+    for entry, excerpt in zip(shared.read, shared.excerpts.tolist(), strict=True):
+        of_entry = planned.rows(excerpt)[1, entry["start"] : entry["stop"]]
+        has_target = np.flatnonzero(of_entry != IGNORED_TARGET)
+        targets.append(of_entry[has_target])
+        rows.append(entry["offset"] + has_target)
+    if not any(map(len, targets)):
+        targets = [np.array([IGNORED_TARGET])]
+        rows = [np.zeros(1, np.int64)]
+    target, row = np.concatenate(targets), np.concatenate(rows)
+    rounds = rounds_of(row)
+    labels = torch.from_numpy(target[np.concatenate(rounds)]).unsqueeze(0)
+    return {
+        "labels": labels,
+        "shift_labels": labels.clone(),
+        TARGET_ROWS: [torch.from_numpy(row[entries]) for entries in rounds],
+    }
 
 
 def excerpt_rows(document: NDArray[np.int64], start: int, stop: int, end: int) -> NDArray[np.int64]:

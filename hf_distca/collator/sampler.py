@@ -10,7 +10,9 @@ from torch.utils.data import Sampler
 
 from hf_distca.batches.limits import NO_LIMITS, Limits
 from hf_distca.collator.documents import A_DATASET
+from hf_distca.collator.prefixes import SharedBeginnings
 from hf_distca.collator.refusals import Data
+from hf_distca.plan.intervals import expand
 from hf_distca.planner.bin_packing import (
     largest_first,
     pack_in_order,
@@ -94,6 +96,8 @@ class GlobalMicroBatch:
     excerpts: NDArray[np.void]  # [documents] of dtype EXCERPT
     # Choices of the planner; None for the choices in the reader's settings.
     choices: Choices | None = None
+    # [documents] group of each; documents of a group may share rows. None: nothing is shared.
+    groups: NDArray[np.int64] | None = None
 
 
 class GlobalBatchSampler(Sampler[list[GlobalMicroBatch]]):
@@ -109,6 +113,9 @@ class GlobalBatchSampler(Sampler[list[GlobalMicroBatch]]):
     mix of long and short documents. Without `shuffle`, documents come in the order of the data set
     and the last micro-batch may be smaller.
 
+    Where documents begin alike, they form groups, whose common rows count once. With `shuffle` a
+    group comes in one micro-batch. Without `shuffle` micro-batches are the same as without groups.
+
     Args:
         excerpts: [excerpts] of dtype EXCERPT, from `fit_documents`.
         capacity: Maximum number of tokens of a bin: ranks · tokens_per_rank, or tokens_per_rank
@@ -119,6 +126,7 @@ class GlobalBatchSampler(Sampler[list[GlobalMicroBatch]]):
             two bins.
         choices: Function that returns the planner's choices for the next micro-batch, with which
             they travel.
+        beginnings: What documents have in common; None if nothing is shared.
 
     Raises:
         ValueError: There is no excerpt, or one is longer than the capacity.
@@ -133,6 +141,7 @@ class GlobalBatchSampler(Sampler[list[GlobalMicroBatch]]):
         *,
         bins: int = 1,
         choices: Callable[[], Choices | None] = lambda: None,
+        beginnings: SharedBeginnings | None = None,
     ):
         lengths: NDArray[np.int64] = excerpts["stop"] - excerpts["start"]
         if len(excerpts) == 0 or lengths.max() > capacity:
@@ -148,7 +157,11 @@ class GlobalBatchSampler(Sampler[list[GlobalMicroBatch]]):
         self.seed = seed
         self.epoch = 0
         self._choices = choices
+        self._beginnings = beginnings
+        # Excerpts or groups of excerpts: what is drawn as a whole. Their rows, and which excerpts
+        # each one has.
         self._lengths = lengths
+        self._groups = np.arange(len(excerpts))
         if not shuffle:
             numbered = zip(lengths.tolist(), range(len(excerpts)), strict=True)
             filled_bins = list(pack_in_order(numbered, capacity))
@@ -158,6 +171,9 @@ class GlobalBatchSampler(Sampler[list[GlobalMicroBatch]]):
             ]
             self._batches = len(self._in_order)
             return
+        if beginnings is not None:
+            self._groups, lengths = beginnings.groups(excerpts, capacity)
+            self._lengths = lengths
         # Micro-batches are nearly full, with room for every random placement.
         longest_first = largest_first(lengths)
         fewest = -(-int(lengths.sum()) // (capacity * bins))
@@ -180,20 +196,43 @@ class GlobalBatchSampler(Sampler[list[GlobalMicroBatch]]):
         return self
 
     def __iter__(self) -> Iterator[list[GlobalMicroBatch]]:
-        for excerpts in self.excerpts_in_order():
-            yield [GlobalMicroBatch(excerpts, self._choices())]
+        for batch in self._batches_in_order():
+            excerpts = self.excerpts[batch]
+            yield [GlobalMicroBatch(excerpts, self._choices(), self._groups_in(batch))]
 
     def excerpts_in_order(self) -> Iterator[NDArray[np.void]]:
         """Yield the excerpts of each micro-batch of this epoch."""
-        for batch in self._shuffled() if self.shuffle else self._in_order:
+        for batch in self._batches_in_order():
             yield self.excerpts[batch]
 
+    def _batches_in_order(self) -> Iterator[NDArray[np.int64] | list[int]]:
+        """Yield the indices of each micro-batch's excerpts."""
+        if not self.shuffle:
+            yield from self._in_order
+            return
+        by_group = np.argsort(self._groups, kind="stable")
+        counts = np.bincount(self._groups)
+        firsts = np.cumsum(counts) - counts
+        for groups in self._shuffled():
+            yield by_group[expand(firsts[groups], counts[groups])]
+
+    def _groups_in(self, batch: NDArray[np.int64] | list[int]) -> NDArray[np.int64] | None:
+        """Return the groups of a micro-batch's excerpts."""
+        if self._beginnings is None:
+            return None
+        if self.shuffle:
+            return self._groups[batch]
+        if self.bins > 1:  # a group may have excerpts of several bins
+            return None
+        groups, _ = self._beginnings.groups(self.excerpts[batch], self.capacity)
+        return groups
+
     def _shuffled(self) -> list[NDArray[np.int64]]:
-        """Return the excerpts of each micro-batch of this epoch."""
+        """Return the groups of each micro-batch of this epoch."""
         random = np.random.default_rng((self.seed, self.epoch))
-        shuffled = random.permutation(len(self.excerpts))
+        shuffled = random.permutation(len(self._lengths))
         lengths = self._lengths[shuffled]
-        # 1. Divide the excerpts into length classes, which keep the random order inside a class.
+        # 1. Divide the groups into length classes, which keep the random order inside a class.
         #    Length = mantissa · 2^exponent, the mantissa in [0.5, 1): exact, so that different
         #    processors agree.
         mantissa, exponent = np.frexp(lengths)
@@ -204,17 +243,17 @@ class GlobalBatchSampler(Sampler[list[GlobalMicroBatch]]):
         # 2. Place longer classes first. Finer classes are less random, but fit more often.
         for sizes in (*classes, lengths):
             order = largest_first(sizes)  # equal sizes are still in random order
-            bin_of_excerpt = place_evenly(lengths, order, self._batches * self.bins, self.capacity)
-            if bin_of_excerpt is not None:
+            bin_of_group = place_evenly(lengths, order, self._batches * self.bins, self.capacity)
+            if bin_of_group is not None:
                 break
         else:  # fits where even filling does not, as when counting
-            bin_of_excerpt = place_tightly(lengths, order, self.capacity)
-        # 3. Order the excerpts by micro-batch and bin. Placing first fills one bin of each
+            bin_of_group = place_tightly(lengths, order, self.capacity)
+        # 3. Order the groups by micro-batch and bin. Placing first fills one bin of each
         #    micro-batch, so no micro-batch stays empty.
-        bin_in_batch, batch_of_excerpt = np.divmod(bin_of_excerpt, self._batches)
+        bin_in_batch, batch_of_group = np.divmod(bin_of_group, self._batches)
         # Placing starts the first micro-batches with the longest documents: give them a random
         # place in the epoch.
-        batch_of_excerpt = random.permutation(self._batches)[batch_of_excerpt]
-        order = np.lexsort((bin_in_batch, batch_of_excerpt))
-        counts = np.bincount(batch_of_excerpt, minlength=self._batches)
+        batch_of_group = random.permutation(self._batches)[batch_of_group]
+        order = np.lexsort((bin_in_batch, batch_of_group))
+        counts = np.bincount(batch_of_group, minlength=self._batches)
         return np.split(shuffled[order], np.cumsum(counts)[:-1])

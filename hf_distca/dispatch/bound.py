@@ -407,6 +407,7 @@ class Ran:
     rotations: int = 0  # calls of rotary embeddings that depend on the lengths of documents
     # Calls of modules that mix along the row without attention, each for all documents.
     mixing: int = 0
+    selected_targets: bool = False  # whether the backbone returned the rows of targets
     # Function that sees logits [C, V], their log-probabilities [C, V] and targets [C] of each chunk
     # of rows; they need no gradients.
     watch: Callable[[Tensor, Tensor, Tensor], None] | None = None
@@ -444,6 +445,8 @@ class BoundPlan:
             document lies in several segments; the same on every rank.
         pause: called between the start of an exchange and the wait for it; lets the other
             nano-batch run.
+        target_rows: rows of the targets, in parts in each of which a row comes once; None if each
+            row has one target.
     """
 
     def __init__(
@@ -457,6 +460,7 @@ class BoundPlan:
     ) -> None:
         self.plan, self.runtime, self.ran = plan, runtime, Ran()
         self.pause: Callable[[], None] = lambda: None
+        self.target_rows: list[Tensor] | None = None
         self.kept_results = KeptResults() if kept_results is None else kept_results
         nano_batches = plan.nano_batches
         buffer = IndexBuffer(runtime.device, in_one_go)

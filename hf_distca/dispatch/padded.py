@@ -26,20 +26,12 @@ from hf_distca.batches.refusals import Batch
 from hf_distca.dispatch.bound import BoundPlan
 from hf_distca.dispatch.dispatcher import Dispatcher
 from hf_distca.dispatch.groups import Groups
-from hf_distca.plan import Branches, MicroBatchPlan
-from hf_distca.plan.intervals import (
-    ROWS,
-    by_document,
-    expand,
-    overlaps,
-    rows_before_in,
-    table_of,
-)
-from hf_distca.plan.paths import along_paths
+from hf_distca.plan import MicroBatchPlan
+from hf_distca.plan.intervals import expand, rounds_of
 from hf_distca.planner.bin_packing import largest_first, place_evenly
 from hf_distca.planner.branches import Forest
-from hf_distca.planner.micro_batch import plan_micro_batch
 from hf_distca.planner.prefixes import Hashes, SharedPrefixes, hashes_of, share_prefixes
+from hf_distca.planner.sequences import held_rows, plan_documents, rows_read, with_offsets
 from hf_distca.planner.settings import PlanSettings
 
 PLANS_KEPT = 16
@@ -63,14 +55,6 @@ SHARE = np.dtype(
     ]
 )
 """Tokens [start, stop) of a sequence, held by one rank in one micro-batch."""
-
-NO_DOCUMENT = -1
-"""Document of the rows of a filler."""
-
-HELD = np.dtype(
-    [(name, np.int64) for name in ("rank", "micro_batch", "document", "start", "stop", "offset")]
-)
-"""Rows [start, stop) of a document, held by one rank from row `offset` on."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -225,15 +209,13 @@ def plan_sequences(
         # Every rank needs a row, as in `RankDocuments`.
         rows = len(trees) if stay_whole else int(forest.tree_lengths[trees].sum())
         fillers = max(settings.ranks - rows, 0)
-        plans.append(_micro_batch(shared, documents, fillers, settings))
-        parts.append(_held(plans[-1], micro_batch, documents))
-    held = np.concatenate(parts)
-    held = held[np.argsort(held["rank"], kind="stable")]
-    held["offset"] = rows_before_in(held, "rank")
+        plans.append(plan_documents(shared, documents, fillers, settings))
+        parts.append(held_rows(plans[-1], micro_batch, documents))
+    held = with_offsets(np.concatenate(parts))
 
     of_sequences = sources, sequences
     shares = _with_sequences(held, shared.owners_of(held["document"]), of_sequences)
-    readers = _with_sequences(*_read(held, shared, lengths), of_sequences)
+    readers = _with_sequences(*rows_read(held, shared, lengths), of_sequences)
     return PlannedSequences(tuple(plans), shares, readers)
 
 
@@ -263,57 +245,6 @@ def _divided(
         np.concatenate(bins[first : first + bins_per_micro_batch])
         for first in range(0, len(bins), bins_per_micro_batch)
     ]
-
-
-def _micro_batch(
-    shared: SharedPrefixes, documents: NDArray[np.int64], fillers: int, settings: PlanSettings
-) -> MicroBatchPlan:
-    """Plan some of the documents, whole trees, and fillers of one token for ranks without rows."""
-    lengths = np.append(shared.lengths[documents], np.ones(fillers, np.int64))
-    number = np.full(len(shared.lengths) + 1, -1)  # the last one is for documents without parent
-    number[documents] = np.arange(len(documents))
-    parents = np.append(number[shared.branches.parents[documents]], np.full(fillers, -1))
-    starts = np.append(shared.branches.starts[documents], np.zeros(fillers, np.int64))
-    plan = plan_micro_batch(lengths.tolist(), settings, Branches(parents, starts))
-    return replace(plan, fillers=fillers)
-
-
-def _held(plan: MicroBatchPlan, micro_batch: int, documents: NDArray[np.int64]) -> NDArray[np.void]:
-    """Return the rows that ranks hold in one micro-batch, by nano-batch, rank and row.
-
-    Args:
-        documents: of the micro-batch, without fillers.
-    """
-    with_fillers = np.append(documents, np.full(plan.fillers, NO_DOCUMENT))
-    parts = []
-    for nano in plan.nano_batches:
-        segments = nano.layout.segments
-        part = np.zeros(len(segments), HELD)
-        for name in ("rank", "start", "stop"):
-            part[name] = segments[name]
-        part["micro_batch"] = micro_batch
-        part["document"] = with_fillers[nano.documents[segments["document"]]]
-        parts.append(part)
-    return np.concatenate(parts)
-
-
-def _read(
-    held: NDArray[np.void], shared: SharedPrefixes, lengths: NDArray[np.int64]
-) -> tuple[NDArray[np.void], NDArray[np.int64]]:
-    """Return the rows of all sequences, by rank: entries of dtype HELD, and the sequence of each.
-
-    Args:
-        lengths: [sequences] tokens of each sequence.
-    """
-    whole = table_of(ROWS, document=shared.ends, stop=lengths)
-    on_path, sequence = along_paths(whole, shared.branches)
-    of_documents = by_document(held.compress(held["document"] != NO_DOCUMENT))
-    piece, entry, start, stop = overlaps(on_path, of_documents)
-    read = of_documents.take(entry)
-    read["offset"] += start - read["start"]
-    read["start"], read["stop"] = start, stop
-    by_rank = np.argsort(read["rank"], kind="stable")
-    return read.take(by_rank), sequence[piece][by_rank]
 
 
 def _with_sequences(
@@ -416,7 +347,7 @@ class RowTravel:
         held_rows = expand(arriving["offset"], arriving["stop"] - arriving["start"])
         return [
             torch.from_numpy(entries).to(self._device, non_blocking=True)
-            for entries in _rounds(held_rows)
+            for entries in rounds_of(held_rows)
         ]
 
     def forth(self, padded_F: Tensor) -> Tensor:
@@ -463,14 +394,6 @@ class RowTravel:
                 bytes_received, bytes_sent, received, sent, group=self._groups.exchange
             )
         return arriving
-
-
-def _rounds(numbers: NDArray[np.int64]) -> list[NDArray[np.int64]]:
-    """Divide the entries of an array of row numbers into rounds in which no row comes twice."""
-    by_row = np.argsort(numbers, kind="stable")
-    nth = np.empty(len(numbers), np.int64)
-    nth[by_row] = np.arange(len(numbers)) - np.searchsorted(numbers[by_row], numbers[by_row])
-    return [np.flatnonzero(nth == number) for number in range(int(nth.max(initial=-1)) + 1)]
 
 
 def _counts(ranks: NDArray[np.int64], rows: NDArray[np.int64], number_of_ranks: int) -> list[int]:

@@ -231,6 +231,7 @@ class MicroBatchPlan:
     summary: PlanSummary
     fillers: int = 0  # documents of one token that only keep ranks without rows in the exchanges
     choice: PlanChoice | None = None  # None if the settings left no choice
+    shared_rows: int = 0  # tokens that are not computed, because another document has them too
 
     @property
     def tokens(self) -> NDArray[np.int64]:
@@ -242,8 +243,8 @@ class MicroBatchPlan:
 
     @property
     def document_tokens(self) -> int:
-        """Tokens of all documents on all ranks, without fillers."""
-        return int(self.tokens.sum()) - self.fillers
+        """Tokens of all documents on all ranks, shared ones included, without fillers."""
+        return int(self.tokens.sum()) - self.fillers + self.shared_rows
 
     def held_by(self, rank: int) -> Iterator[tuple[int, int, int]]:
         """Yield (document of the micro-batch, start, stop) of the rows that a rank holds.

@@ -152,6 +152,14 @@ def expand(starts: IntArray, counts: IntArray) -> IntArray:
     return offsets + np.arange(len(offsets))
 
 
+def rounds_of(numbers: IntArray) -> list[IntArray]:
+    """Divide the entries of an array of row numbers into rounds in which no row comes twice."""
+    by_row = np.argsort(numbers, kind="stable")
+    nth = np.empty(len(numbers), np.int64)
+    nth[by_row] = np.arange(len(numbers)) - np.searchsorted(numbers[by_row], numbers[by_row])
+    return [np.flatnonzero(nth == number) for number in range(int(nth.max(initial=-1)) + 1)]
+
+
 def numbered(counts: IntArray) -> tuple[IntArray, IntArray]:
     """Return the owner of each of many things, and the number of the thing at its owner.
 

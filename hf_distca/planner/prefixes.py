@@ -4,7 +4,7 @@ Every sequence is divided into blocks of tokens, and each block has a chained ha
 all tokens up to the block's end. So equal hashes mean equal tokens from the first one on.
 """
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from itertools import pairwise
@@ -23,11 +23,12 @@ LEAST_SAVED = 0.05
 """Least share of a tree's rows that its root has to save. A root that saves less is computed once
 for each of its branches, which then need not stay together."""
 
-Hashes = tuple[bytes, ...]
-"""Chained hashes of the blocks of a sequence; its last block may be shorter."""
+Hashes = tuple[Hashable, ...]
+"""Chained hashes of the blocks of a sequence. Its last block goes up to its end: the block may be
+shorter than others, or longer where no other sequence has its hash."""
 
 
-def hashes_of(tokens_NC: NDArray[np.int64]) -> Hashes:
+def hashes_of(tokens_NC: NDArray[np.int64]) -> tuple[bytes, ...]:
     """Return the chained hashes of a sequence's blocks.
 
     Args:
@@ -58,6 +59,16 @@ class SharedPrefixes:
     owners: IntArray
     ends: IntArray
 
+    @property
+    def rows(self) -> int:
+        """Rows of all documents."""
+        return int((self.lengths - self.branches.starts).sum())
+
+    @property
+    def trees(self) -> int:
+        """Number of documents that continue no other."""
+        return int((self.branches.parents < 0).sum())
+
     @classmethod
     def of_none(cls, lengths: IntArray) -> "SharedPrefixes":
         """Return sequences that share nothing."""
@@ -80,14 +91,14 @@ def share_prefixes(
         hashes: of each sequence, see `hashes_of`.
         most_rows: rows of a tree that fit; larger trees are divided at their roots.
     """
-    followers: dict[bytes, set[bytes]] = {}  # of each block, the blocks that follow it
+    followers: dict[Hashable, set[Hashable]] = {}  # of each block, the blocks that follow it
     for blocks in hashes:
         for block, following in pairwise(blocks):
             followers.setdefault(block, set()).add(following)
 
     # A block begins a document if no block is before it, or if it has siblings. Other blocks
     # continue the document of the block before them.
-    document_of: dict[bytes, int] = {}
+    document_of: dict[Hashable, int] = {}
     stops: list[int] = []
     starts: list[int] = []
     parents: list[int] = []
@@ -95,6 +106,7 @@ def share_prefixes(
     ends: list[int] = []
     for sequence, (length, blocks) in enumerate(zip(lengths, hashes, strict=True)):
         before = None
+        last = len(blocks) - 1
         for number, block in enumerate(blocks):
             if block not in document_of:
                 if before is not None and len(followers[before]) == 1:
@@ -105,7 +117,7 @@ def share_prefixes(
                     starts.append(number * BLOCK)
                     parents.append(-1 if before is None else document_of[before])
                     owners.append(sequence)
-                stops[document_of[block]] = min((number + 1) * BLOCK, length)
+                stops[document_of[block]] = length if number == last else (number + 1) * BLOCK
                 owners[document_of[block]] = sequence
             before = block
         ends.append(document_of[blocks[-1]])

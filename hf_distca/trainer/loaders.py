@@ -4,10 +4,11 @@ They read and plan one micro-batch ahead, while the device computes.
 """
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from itertools import islice
+from logging import getLogger
 from typing import Any, cast
 
 import numpy as np
@@ -26,8 +27,15 @@ from hf_distca.collator.documents import (
     check_targets,
     dataset_fingerprint,
     document_lengths,
+    is_stored,
 )
 from hf_distca.collator.padding_free import CollatorWithLengths
+from hf_distca.collator.prefixes import (
+    SharedBeginnings,
+    block_hashes,
+    first_hashes,
+    repeated,
+)
 from hf_distca.collator.refusals import Data
 from hf_distca.collator.sampler import GlobalBatchSampler, fit_documents
 from hf_distca.collator.streams import StreamPacker
@@ -36,6 +44,8 @@ from hf_distca.dispatch.bound import BoundPlan
 from hf_distca.dispatch.dispatcher import Dispatcher
 from hf_distca.plan import PLAN_KEY, MicroBatchPlan
 from hf_distca.trainer.processes import Reading, ReadingProcesses
+
+logger = getLogger(__name__)
 
 LOADER_OPTIONS = (
     "num_workers",
@@ -62,6 +72,8 @@ class PackedLoaders:
         # By the id of a data set: the data set, its lengths and its fingerprint. The data set is
         # kept alive, so that no other object gets its id.
         self._lengths: dict[int, tuple[Any, tuple[NDArray[np.int64], str]]] = {}
+        # By the id of a data set of those: what its documents have in common.
+        self._beginnings: dict[int, SharedBeginnings | None] = {}
         self._have_targets: set[int] = set()  # ids of data sets that are known to have targets
         self._summarized: set[int] = set()  # ids of data sets whose summary has been printed
 
@@ -100,6 +112,62 @@ class PackedLoaders:
             raise Data.DIFFERENT.error(found=_listed_by_rank(sizes))
         self._lengths[id(dataset)] = dataset, (lengths, fingerprint)
         return lengths, fingerprint
+
+    def beginnings(self, dataset: Any, *, shares: bool) -> SharedBeginnings | None:
+        """Return what the documents of a data set have in common, found once; None if nothing.
+
+        A collective of the world. Each rank hashes a share of the documents, and hashes whole
+        documents only where their first blocks are equal.
+
+        Args:
+            shares: whether documents that begin alike share rows; if not, None is returned.
+        """
+        if not shares or is_stream(dataset):
+            return None
+        lengths, _ = self.lengths(dataset)
+        if id(dataset) in self._beginnings:
+            return self._beginnings[id(dataset)]
+        groups = self._dispatcher.groups
+        name = self._name(dataset)
+        found: SharedBeginnings | None = None
+        is_immutable = groups.all_gather(is_stored(dataset), in_world=True)
+        if all(is_immutable):
+            share = groups.rank, groups.ranks
+            (hashes,) = self._gathered(lambda: (first_hashes(dataset, share),))
+            documents = repeated(hashes)
+            if len(documents):
+                share_of_documents = np.array_split(documents, groups.ranks)[groups.rank]
+                found = SharedBeginnings.of(
+                    lengths,
+                    documents,
+                    *self._gathered(
+                        lambda: block_hashes(dataset, share_of_documents, self._columns, name)
+                    ),
+                )
+        elif self._args.process_index == 0:
+            logger.info(
+                "equal beginnings of documents are not shared: documents of %s, a %s, may change "
+                "between two readings, other than those of a datasets.Dataset without a transform",
+                name,
+                type(dataset).__name__,
+            )
+        self._beginnings[id(dataset)] = found
+        return found
+
+    def _gathered(self, read: Callable[[], tuple[bytes, ...]]) -> tuple[bytes, ...]:
+        """Return the bytes that all ranks read, joined in their order. A collective of the world.
+
+        Processes that share the rows of a rank read the same.
+        """
+        groups = self._dispatcher.groups
+        error: Exception | None = None
+        mine: tuple[bytes, ...] = ()
+        try:
+            mine = read()
+        except Exception as caught:
+            error = caught
+        groups.raise_together(error, in_world=True)
+        return tuple(b"".join(parts) for parts in zip(*groups.all_gather(mine), strict=True))
 
     def excerpts(
         self, dataset: Any, capacity: int = 0, bins: int = 0
@@ -144,6 +212,19 @@ class PackedLoaders:
             groups.raise_together(error, in_world=True)
             self._have_targets.add(id(dataset))
         return excerpts, bin_capacity, bins
+
+    def drawn_rows(self, dataset: Any, *, shares: bool) -> NDArray[np.int64]:
+        """Return the rows of what is drawn as a whole: documents, or groups that share rows.
+
+        A collective of the world where the data set is new.
+        """
+        lengths, _ = self.lengths(dataset)
+        beginnings = self.beginnings(dataset, shares=shares)
+        if beginnings is None:
+            return lengths
+        excerpts, capacity, _ = self.excerpts(dataset)
+        _, rows = beginnings.groups(excerpts, capacity)
+        return rows
 
     def print_summary(self, dataset: Any, capacity: int = 0, bins: int = 0) -> None:
         """Print how many documents a data set has and which are cut, once, on the first process.
@@ -218,7 +299,13 @@ class PackedLoaders:
         )
 
     def loader(
-        self, dataset: Any, *, shuffle: bool, capacity: int = 0, bins: int = 0
+        self,
+        dataset: Any,
+        *,
+        shuffle: bool,
+        capacity: int = 0,
+        bins: int = 0,
+        shares: bool = False,
     ) -> DataLoader[Any]:
         """Return a loader of this rank's rows.
 
@@ -226,6 +313,7 @@ class PackedLoaders:
 
         Args:
             capacity, bins: as in `excerpts`.
+            shares: whether documents that begin alike share rows.
         """
         args = self._args
         groups = self._dispatcher.groups
@@ -236,6 +324,7 @@ class PackedLoaders:
         else:
             excerpts, bin_capacity, bins = self.excerpts(dataset, capacity, bins)
             lengths, _ = self.lengths(dataset)
+            beginnings = self.beginnings(dataset, shares=shares)
             source = RankDocuments(
                 dataset,
                 lengths,
@@ -243,6 +332,7 @@ class PackedLoaders:
                 groups.rank,
                 self._columns,
                 self._name(dataset),
+                beginnings,
             )
             sampler = GlobalBatchSampler(
                 excerpts,
@@ -251,6 +341,7 @@ class PackedLoaders:
                 seed=args.seed if args.data_seed is None else args.data_seed,
                 bins=bins,
                 choices=self._dispatcher.choices,
+                beginnings=beginnings,
             )
             options = {"batch_sampler": sampler, "collate_fn": DistCACollator(groups.rank)}
         for name in LOADER_OPTIONS:

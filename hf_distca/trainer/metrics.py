@@ -40,6 +40,7 @@ CHOSEN = "The planner chooses"
 SERVERS = "Dedicated attention servers"
 CUDA = "CUDA"
 PADDED = "Trainers with padded batches"
+SHARED = "Sequences share rows"
 
 
 class Metric(NamedTuple):
@@ -102,12 +103,12 @@ METRICS: dict[str, Metric] = {
         "share", "Share of padded batches that is padding, which is not computed", PADDED
     ),
     "computed_rows": Metric(
-        "rows per step", "Rows that all ranks compute: tokens, without shared rows", PADDED
+        "rows per step", "Rows that all ranks compute: tokens, without shared rows", SHARED
     ),
     "shared_rows": Metric(
         "rows per step",
         "Tokens that are not computed, because another sequence begins with them too",
-        PADDED,
+        SHARED,
     ),
     "mfu": Metric(
         "share",
@@ -188,8 +189,10 @@ def flops_counter(model: nn.Module, processes_per_rank: int) -> Callable[[MicroB
         for nano_batch in plan.nano_batches:
             for kind, kind_plan in nano_batch.plans.items():
                 width = kind.q_heads * (kind.dim_qk + kind.dim_v) * processes_per_rank
-                documents = kind_plan.layout.lengths
-                pair_count = float(np.sum(pairs(0, documents, kind_plan.window)))
+                layout = kind_plan.layout
+                pair_count = float(
+                    np.sum(pairs(layout.own_starts, layout.lengths, kind_plan.window))
+                )
                 total += layers[kind] * FORWARD_AND_BACKWARD * width * pair_count
         return total
 
@@ -293,8 +296,8 @@ class StepMeter(TrainerCallback):
         """Return speed, waits and the times of core attention."""
         elapsed = measured.elapsed
         plans = measured.plans
-        computed_rows = sum(plan.document_tokens for plan in plans)
-        tokens = computed_rows + self._shared_rows
+        shared_rows = self._shared_rows + sum(plan.shared_rows for plan in plans)
+        tokens = self._shared_rows + sum(plan.document_tokens for plan in plans)
         servers = 0 if self._pool is None else len(self._pool.servers)
         devices = self._processes + servers
         longest_wait = max(measured.waits)
@@ -306,9 +309,9 @@ class StepMeter(TrainerCallback):
         }
         if measured.padded_rows:
             figures["padding_share"] = 1 - tokens / measured.padded_rows
-            if self.steps:
-                figures["computed_rows"] = computed_rows / self.steps
-                figures["shared_rows"] = self._shared_rows / self.steps
+        if self.steps and (measured.padded_rows or shared_rows):
+            figures["computed_rows"] = (tokens - shared_rows) / self.steps
+            figures["shared_rows"] = shared_rows / self.steps
         if self.steps:
             predicted = predicted_attention(self._layers, plans, measured.attention)
             figures["attention_ms"] = max(measured.attention) * 1e3 / self.steps

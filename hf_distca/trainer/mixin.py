@@ -14,10 +14,12 @@ from transformers.trainer_utils import (
     denumpify_detensorize,
 )
 
+from hf_distca.collator.collation import TARGET_ROWS
 from hf_distca.collator.documents import check_dataset
 from hf_distca.collator.refusals import Data
 from hf_distca.collator.streams import EpochStream, StreamPacker
 from hf_distca.models.decoder import mixing_layers
+from hf_distca.patches.targets import repeat_target_rows
 from hf_distca.plan import PLAN_KEY, MicroBatchPlan
 from hf_distca.trainer import resuming
 from hf_distca.trainer.costs import LearnedCosts
@@ -31,6 +33,7 @@ from hf_distca.trainer.loaders import (
 from hf_distca.trainer.planned import PlannedTraining
 from hf_distca.trainer.predictions import EvaluatedRows, Predictions
 from hf_distca.trainer.refusals import Run, arguments_by_name
+from hf_distca.trainer.sharing import documents_share_rows
 
 logger = logging.getLogger(__name__)
 
@@ -82,6 +85,7 @@ class DistCAMixin(PlannedTraining):
         self.add_callback(self._costs)
         self._progress = resuming.DataProgress(resuming.DataPlace({}))
         self._loaders = PackedLoaders(self, dispatcher)
+        self._shares = self._packs and documents_share_rows(self)
         # Iterator of the present pass over the training data.
         self._epoch_iterator: Iterator[Any] | None = None
         self._upcoming = UpcomingBatches(dispatcher, self._processes)
@@ -111,7 +115,13 @@ class DistCAMixin(PlannedTraining):
         capacity, bins = resuming.capacity_and_bins(
             self._progress.start.order if is_training else {}
         )
-        loader = self._loaders.loader(dataset, shuffle=shuffle, capacity=capacity, bins=bins)
+        loader = self._loaders.loader(
+            dataset,
+            shuffle=shuffle,
+            capacity=capacity,
+            bins=bins,
+            shares=is_training and self._shares,
+        )
         if is_training and not is_stream(dataset):
             self._loaders.print_summary(dataset, capacity, bins)
         self._processes.watch(loader)
@@ -228,9 +238,11 @@ class DistCAMixin(PlannedTraining):
         plan = inputs.get(PLAN_KEY)
         if not isinstance(plan, MicroBatchPlan):
             return inputs
+        target_rows = inputs.pop(TARGET_ROWS, None)
         is_training = self.model.training
         upcoming = self._upcoming if is_training else self._upcoming_evaluated
         bound = upcoming.bind(plan)
+        bound.target_rows = target_rows
         if is_training:
             self._log_choice(bound.plan)
             self.meter.count(bound)
@@ -241,7 +253,11 @@ class DistCAMixin(PlannedTraining):
 
     def _prepare_training(self, checkpoint: str | None) -> None:
         groups = self.dispatcher.groups
-        order = resuming.data_order(self, self.dispatcher, self._loaders, packs=self._packs)
+        order = resuming.data_order(
+            self, self.dispatcher, self._loaders, packs=self._packs, shares=self._shares
+        )
+        if self._loaders.beginnings(self.train_dataset, shares=self._shares) is not None:
+            repeat_target_rows(self.model)
         place = resuming.agreed_place(order, checkpoint, self.args, groups)
         if self._packs:
             self._loaders.check_evaluation_data()
@@ -249,7 +265,9 @@ class DistCAMixin(PlannedTraining):
         # A resumed training goes on with the micro-batches of its checkpoint.
         is_new = place.order is order
         if is_new and self._packs:
-            chosen = resuming.chosen_order(order, self, self.dispatcher, self._loaders)
+            chosen = resuming.chosen_order(
+                order, self, self.dispatcher, self._loaders, shares=self._shares
+            )
             place = place._replace(order=chosen)
         self._progress = resuming.DataProgress(place)
 
@@ -295,6 +313,8 @@ class DistCAMixin(PlannedTraining):
             self._begin_backward()
         if plan.ran.attentions == 0 or (self._mixes and plan.ran.mixing == 0):
             raise Run.LOST_PLAN.error(model=type(self.model).__name__, key=PLAN_KEY)
+        if plan.target_rows is not None and not plan.ran.selected_targets:
+            raise Run.LOST_TARGETS.error(model=type(self.model).__name__)
         if evaluates and isinstance(result[1], dict):
             logits = result[1].get("logits")
             # Where the head gave no rows, the loss was computed from all logits at once.

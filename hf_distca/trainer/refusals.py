@@ -780,6 +780,11 @@ class Run:
         "they need it to keep documents apart",
         "train it with transformers' Trainer and attn_implementation='sdpa'",
     )
+    LOST_TARGETS = Refusal(
+        "{model} computed a loss from other rows than its backbone returned",
+        "documents that begin alike share rows, and a row comes once for each of its targets",
+        "set share_prefixes=False",
+    )
     NO_TARGETS = Refusal(
         "no document of the first optimizer step has a target ({tokens} tokens on all ranks)",
         "its loss would be 0 and change no weight: every label is -100, or documents have a single "

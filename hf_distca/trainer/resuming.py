@@ -41,6 +41,9 @@ CUTTING = "joint or fixed"
 """Value of the layout where the documents of a micro-batch fit into all ranks together."""
 FITTING = "whole on {} ranks"
 """Value of the layout where the documents of a micro-batch fit into whole ranks."""
+SHARED = "share_prefixes"
+"""Setting that decides the order of documents where some begin alike: those come together. A
+checkpoint without it has other documents, or is of an earlier version."""
 WORKERS = "dataloader_num_workers"
 """Setting that decides the order of a stream."""
 AGREED = (
@@ -96,11 +99,15 @@ def _data_seed(args: DistCAPaddedArguments) -> int:
 
 
 def data_order(
-    trainer: Any, dispatcher: Dispatcher, loaders: PackedLoaders, *, packs: bool
+    trainer: Any, dispatcher: Dispatcher, loaders: PackedLoaders, *, packs: bool, shares: bool
 ) -> DataOrder:
     """Return the order of a trainer's documents.
 
     A collective of the world for a data set with a length.
+
+    Args:
+        packs: whether hf_distca packs documents.
+        shares: whether documents that begin alike share rows.
     """
     args = trainer.args
     dataset = trainer.train_dataset
@@ -118,11 +125,14 @@ def data_order(
         }
     lengths, fingerprint = loaders.lengths(dataset)
     stay_whole = dispatcher.settings.document_layout == "whole"
+    draws = args.train_sampling_strategy != "sequential"
+    has_shared = draws and loaders.beginnings(dataset, shares=shares) is not None
     return {
         CAPACITY: ranks * args.tokens_per_rank,
         LAYOUT: FITTING.format(ranks) if stay_whole else CUTTING,
         "long_documents": args.long_documents,
         **_sampling_order(args),
+        **({SHARED: True} if has_shared else {}),
         "train_dataset": (
             f"{len(lengths)} documents of {lengths.sum()} tokens, fingerprint {fingerprint[:16]}"
         ),
@@ -144,7 +154,12 @@ def _collated_order(args: Any, dataset: Any, ranks: int) -> DataOrder:
 
 
 def chosen_order(
-    order: DataOrder, trainer: Any, dispatcher: Dispatcher, loaders: PackedLoaders
+    order: DataOrder,
+    trainer: Any,
+    dispatcher: Dispatcher,
+    loaders: PackedLoaders,
+    *,
+    shares: bool,
 ) -> DataOrder:
     """Return the order in which a new training draws its documents. A collective of the world.
 
@@ -152,13 +167,14 @@ def chosen_order(
 
     Args:
         order: order without that choice.
+        shares: as in `data_order`.
     """
     args = trainer.args
     dataset = trainer.train_dataset
     groups = dispatcher.groups
     if is_stream(dataset) or args.train_sampling_strategy == "sequential":
         return order  # documents come in their own order
-    lengths, _ = loaders.lengths(dataset)
+    lengths = loaders.drawn_rows(dataset, shares=shares)
     pays = False
     with groups.raised_together(in_world=True):
         pays = draws_for_whole_ranks(lengths, dispatcher.settings, _data_seed(args))
@@ -255,6 +271,9 @@ def _stored_place(checkpoint: Path, order: DataOrder, ranks: int) -> DataPlace:
         stored = {LAYOUT: CUTTING, **stored}
     if WORKERS in order:  # earlier versions stored it for packed streams alone; the default was 1
         stored = {WORKERS: 1, **stored}
+    if SHARED in stored or SHARED in order:
+        stored = {SHARED: False, **stored}
+        order = {SHARED: False, **order}
     may_differ = {CAPACITY}
     # Layouts that cut documents plan any micro-batch, so they take those of the checkpoint.
     if order.get(LAYOUT) == CUTTING and LAYOUT in stored:

@@ -148,6 +148,7 @@ def bound_plan(exchange: list[int], choice: PlanChoice | None) -> Any:
     """A micro-batch of 24 tokens, of whose two layers one ran in turns."""
     plan = SimpleNamespace(
         document_tokens=24,
+        shared_rows=0,
         summary=PlanSummary(1.5, 1.0, ExchangeFigures(*exchange)),
         choice=choice,
         nano_batches=(),

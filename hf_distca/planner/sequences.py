@@ -1,0 +1,91 @@
+"""Plans of sequences that share prefixes: the rows that ranks hold, and the sequences they serve.
+
+Documents of a plan are those of `SharedPrefixes`, and then fillers. A row of a shared prefix is
+held once and is a row of several sequences.
+"""
+
+from dataclasses import replace
+
+import numpy as np
+
+from hf_distca.plan import Branches, MicroBatchPlan
+from hf_distca.plan.intervals import (
+    ROWS,
+    IntArray,
+    Table,
+    by_document,
+    overlaps,
+    rows_before_in,
+    table_of,
+)
+from hf_distca.plan.paths import along_paths
+from hf_distca.planner.micro_batch import plan_micro_batch
+from hf_distca.planner.prefixes import SharedPrefixes
+from hf_distca.planner.settings import PlanSettings
+
+NO_DOCUMENT = -1
+"""Document of the rows of a filler."""
+
+HELD = np.dtype(
+    [(name, np.int64) for name in ("rank", "micro_batch", "document", "start", "stop", "offset")]
+)
+"""Rows [start, stop) of a document, held by one rank from row `offset` on."""
+
+
+def plan_documents(
+    shared: SharedPrefixes, documents: IntArray, fillers: int, settings: PlanSettings
+) -> MicroBatchPlan:
+    """Plan some of the documents, whole trees, and fillers of one token for ranks without rows."""
+    lengths = np.append(shared.lengths[documents], np.ones(fillers, np.int64))
+    number = np.full(len(shared.lengths) + 1, -1)  # the last one is for documents without parent
+    number[documents] = np.arange(len(documents))
+    parents = np.append(number[shared.branches.parents[documents]], np.full(fillers, -1))
+    starts = np.append(shared.branches.starts[documents], np.zeros(fillers, np.int64))
+    plan = plan_micro_batch(lengths.tolist(), settings, Branches(parents, starts))
+    return replace(plan, fillers=fillers)
+
+
+def held_rows(plan: MicroBatchPlan, micro_batch: int, documents: IntArray) -> Table:
+    """Return [entries] of dtype HELD: rows of one micro-batch by nano-batch, rank and row.
+
+    Offsets are left at 0, see `with_offsets`.
+
+    Args:
+        documents: of the micro-batch, without fillers.
+    """
+    with_fillers = np.append(documents, np.full(plan.fillers, NO_DOCUMENT))
+    parts = []
+    for nano in plan.nano_batches:
+        segments = nano.layout.segments
+        part = np.zeros(len(segments), HELD)
+        for name in ("rank", "start", "stop"):
+            part[name] = segments[name]
+        part["micro_batch"] = micro_batch
+        part["document"] = with_fillers[nano.documents[segments["document"]]]
+        parts.append(part)
+    return np.concatenate(parts)
+
+
+def with_offsets(held: Table) -> Table:
+    """Return entries of dtype HELD by rank, whose rows follow each other on each rank."""
+    held = held.take(np.argsort(held["rank"], kind="stable"))
+    held["offset"] = rows_before_in(held, "rank")
+    return held
+
+
+def rows_read(held: Table, shared: SharedPrefixes, lengths: IntArray) -> tuple[Table, IntArray]:
+    """Return the rows of all sequences, by rank: entries of dtype HELD, and the sequence of each.
+
+    Args:
+        held: all rows of all documents, from `with_offsets`.
+        lengths: [sequences] tokens of each sequence.
+    """
+    whole = table_of(ROWS, document=shared.ends, stop=lengths)
+    on_path, sequence = along_paths(whole, shared.branches)
+    of_documents = by_document(held.compress(held["document"] != NO_DOCUMENT))
+    piece, entry, start, stop = overlaps(on_path, of_documents)
+    read = of_documents.take(entry)
+    read["offset"] += start - read["start"]
+    read["start"], read["stop"] = start, stop
+    by_rank = np.argsort(read["rank"], kind="stable")
+    return read.take(by_rank), sequence[piece][by_rank]

@@ -1,0 +1,306 @@
+"""Trainings on sessions whose documents share rows, against each document alone."""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest.mock import MagicMock
+
+import numpy as np
+import peft
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+from transformers import LlamaModel, TrainerCallback
+from transformers.integrations.deepspeed import unset_hf_deepspeed_config
+
+import hf_distca
+from hf_distca.collator import collation
+from hf_distca.collator.collation import TARGET_ROWS
+from hf_distca.models.checkpointing import CHECKPOINTING
+from hf_distca.patches import targets
+from hf_distca.trainer import loaders
+from hf_distca.trainer.sharing import documents_share_rows, why_documents_stay_alone
+from tests.models_and_batches import exchanging, small_model
+from tests.trainer.chats import tokenizer
+from tests.trainer.comparison import launched, whole
+from tests.trainer.sessions import IGNORED, sessions
+from tests.trainer.small_trainers import make_trainer, parameters_hash
+
+QUIET: dict[str, Any] = {
+    "report_to": [],
+    "disable_tqdm": True,
+    "dataloader_pin_memory": False,
+    "logging_steps": 1,
+    "save_strategy": "no",
+    "lr_scheduler_type": "constant",
+    "learning_rate": 0.0,
+    "max_grad_norm": 1e9,
+    "max_steps": 2,
+    "bf16": False,
+    "balance_block_size": 8,
+    "loss_chunk_bytes": 4096,
+}
+LORA = {"r": 4, "target_modules": ["q_proj", "up_proj"], "init_lora_weights": False}
+
+
+class Step(NamedTuple):
+    """An optimizer step."""
+
+    loss: float
+    gradients: dict[str, Tensor]
+    documents: list[int]  # in the data set
+    shared_rows: int
+
+
+class Gradients(TrainerCallback):
+    """Notes gradients and losses."""
+
+    def __init__(self) -> None:
+        self.gradients: list[dict[str, Tensor]] = []
+        self.losses: list[float] = []
+
+    def on_pre_optimizer_step(self, *_: Any, model: Any = None, **__: Any) -> None:
+        """Take the gradients of all trained weights."""
+        self.gradients.append(
+            {
+                name.replace("_checkpoint_wrapped_module.", ""): whole(weight.grad)
+                for name, weight in model.named_parameters()
+                if weight.grad is not None
+            }
+        )
+
+    def on_log(self, *_: Any, logs: Any = None, **__: Any) -> None:
+        """Take the loss."""
+        if "loss" in logs:
+            self.losses.append(logs["loss"])
+
+
+def model_of(implementation: str, lora: bool) -> Any:
+    model = small_model(implementation=implementation)
+    if not lora:
+        return model
+    torch.manual_seed(0)
+    return peft.get_peft_model(model, peft.LoraConfig(**LORA))
+
+
+def trained(
+    folder: str,
+    arguments: Mapping[str, Any],
+    sft: bool = False,
+    lora: bool = False,
+    strategy: str = "ddp",
+) -> list[Step]:
+    """The steps of a rank's training."""
+    unset_hf_deepspeed_config()
+    model = model_of("distca", lora)
+    settings = {**QUIET, **exchanging(model), "output_dir": folder, **arguments}
+    classes: Any = (hf_distca.DistCATrainer, hf_distca.DistCATrainingArguments)
+    given: dict[str, Any] = {"model": model, "train_dataset": sessions()}
+    if sft:
+        classes = (hf_distca.DistCASFTTrainer, hf_distca.DistCASFTConfig)
+        given["processing_class"] = tokenizer()
+    read: list[collation.PlannedDocuments] = []
+    noted = Gradients()
+    with launched(strategy, {}) as patch:
+        plan = collation.RankDocuments.__getitem__
+        patch.setattr(
+            collation.RankDocuments,
+            "__getitem__",
+            lambda documents, batch: (read.append(plan(documents, batch)), read[-1])[1],
+        )
+        trainer = classes[0](args=classes[1](**settings), callbacks=[noted], **given)
+        trainer.train()
+        trainer.close()
+    count = trainer.args.gradient_accumulation_steps
+    steps = []
+    for number, (loss, gradients) in enumerate(zip(noted.losses, noted.gradients, strict=True)):
+        of_step = read[number * count : (number + 1) * count]
+        documents = np.concatenate([batch.excerpts["document"] for batch in of_step]).tolist()
+        shared_rows = sum(batch.plan.shared_rows for batch in of_step)
+        steps.append(Step(loss, gradients, documents, shared_rows))
+    return steps
+
+
+def alone(documents: Sequence[int], lora: bool = False) -> tuple[float, dict[str, Tensor]]:
+    """Loss and gradients of documents, each of which stock attention computes alone."""
+    model = model_of("sdpa", lora)
+    examples = [sessions()[document] for document in documents]
+    labels = [torch.tensor(example["labels"])[1:] for example in examples]
+    count = sum(int((of_document != IGNORED).sum()) for of_document in labels)
+    total = 0.0
+    for example, of_document in zip(examples, labels, strict=True):
+        logits = model(torch.tensor([example["input_ids"]])).logits[0, :-1]
+        loss = cross_entropy(logits, of_document, reduction="sum") / count
+        loss.backward()
+        total += float(loss.detach())
+    return total, {
+        name: weight.grad for name, weight in model.named_parameters() if weight.grad is not None
+    }
+
+
+def error(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> float:
+    """The largest error of a gradient, relative to the largest gradient of the weight."""
+    assert found.keys() == expected.keys()
+    return max(
+        float((found[name] - expected[name]).abs().max() / expected[name].abs().max())
+        for name in expected
+    )
+
+
+@pytest.mark.parametrize(
+    ("ranks", "sft", "arguments"),
+    [
+        (1, False, {"tokens_per_rank": 2400}),
+        (2, False, {"tokens_per_rank": 700, "gradient_accumulation_steps": 2}),
+        (2, True, {"tokens_per_rank": 1200, CHECKPOINTING: True}),
+        (3, False, {"tokens_per_rank": 500, CHECKPOINTING: False}),
+        (3, True, {"tokens_per_rank": 900, "train_sampling_strategy": "sequential"}),
+    ],
+    ids=["one rank", "accumulated", "sft", "three ranks", "in order"],
+)
+def test_steps_equal_each_document_alone(rank_pools, tmp_path, ranks, sft, arguments):
+    results = rank_pools[ranks].run(trained, str(tmp_path), arguments, sft)
+    for step in results[0]:
+        loss, gradients = alone(step.documents)
+        assert step.shared_rows > 0
+        assert step.loss == pytest.approx(loss, rel=1e-5)
+        assert error(step.gradients, gradients) < 2e-4
+    every = [step.documents for step in results[0]]
+    assert all([step.documents for step in result] == every for result in results)
+
+
+def test_lora_checkpoints_and_shards_in_bfloat16(rank_pools, tmp_path):
+    """Rows are shared as exactly as bfloat16 computes them anyway."""
+    arguments = {"tokens_per_rank": 1200, CHECKPOINTING: True, "bf16": True, "max_steps": 1}
+    errors = {}
+    for shares in (True, False):
+        settings = {**arguments, "share_prefixes": shares, "train_sampling_strategy": "sequential"}
+        results = rank_pools[2].run(trained, str(tmp_path), settings, True, True, "fsdp2")
+        (step,) = results[0]
+        assert (step.shared_rows > 0) == shares
+        loss, gradients = alone(step.documents, lora=True)
+        assert step.loss == pytest.approx(loss, rel=1e-3)
+        errors[shares] = error(step.gradients, gradients)
+    assert errors[True] < 2 * errors[False]
+
+
+def resumed(folder: str) -> tuple[str, str, str, dict[str, Any]]:
+    """Weights after four steps, after two and two more; an error; and the place in the data."""
+    data = sessions()
+
+    def trainer(name: str, **arguments: Any) -> Any:
+        settings = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2}
+        given = {"train_dataset": data}
+        return make_trainer(
+            f"{folder}/{name}", given=given, **{"tokens_per_rank": 500, **settings, **arguments}
+        )
+
+    through = trainer("a")
+    through.train()
+    place = json.loads(Path(f"{folder}/a/checkpoint-2/data_order.json").read_text())
+    stopped = trainer("b")
+    stopped.train(f"{folder}/a/checkpoint-2")
+    message = ""
+    try:
+        trainer("c", share_prefixes=False).train(f"{folder}/a/checkpoint-2")
+    except ValueError as error:
+        message = str(error)
+    return parameters_hash(through.model), parameters_hash(stopped.model), message, place
+
+
+def test_a_training_resumes_with_the_same_groups(rank_pools, tmp_path):
+    for through, again, message, place in rank_pools[2].run(resumed, str(tmp_path)):
+        assert through == again
+        assert "share_prefixes is False, but must be True" in message
+        assert place["order"]["share_prefixes"] is True
+        assert place["steps"] == 2
+
+
+def test_documents_with_nothing_in_common_are_planned_as_ever(tmp_path, monkeypatch):
+    read = MagicMock()
+    monkeypatch.setattr(loaders, "block_hashes", read)
+    planned = {}
+    for shares in (True, False):
+        trainer = make_trainer(str(tmp_path), share_prefixes=shares)
+        batches = iter(trainer.get_train_dataloader())
+        planned[shares] = [
+            (batch["input_ids"].tolist(), batch["labels"].tolist(), TARGET_ROWS in batch)
+            for batch in batches
+        ]
+        assert trainer._shares == shares
+        assert trainer._loaders.beginnings(trainer.train_dataset, shares=shares) is None
+        assert type(trainer.model.base_model).forward is LlamaModel.forward
+    assert planned[True] == planned[False]
+    assert not any(has_rows for *_, has_rows in planned[True])
+    read.assert_not_called()
+
+
+class OwnLoss(hf_distca.DistCATrainer):
+    """A trainer with a loss of its own."""
+
+    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+        """Do as before."""
+        return super().compute_loss(*args, **kwargs)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda trainer: None, None),
+        (lambda trainer: setattr(trainer.args, "neftune_noise_alpha", 5.0), "neftune_noise_alpha"),
+        (lambda trainer: setattr(trainer, "aux_loss_enabled", True), "auxiliary loss"),
+        (
+            lambda trainer: setattr(trainer, "model", small_model().model),
+            "no backbone",
+        ),
+        (lambda trainer: setattr(trainer, "__class__", OwnLoss), "OwnLoss.compute_loss"),
+        (lambda trainer: setattr(trainer.model.config, "attention_dropout", 0.1), "dropout=0.1"),
+    ],
+    ids=["shared", "neftune", "experts", "no backbone", "own loss", "dropout"],
+)
+def test_documents_stay_alone_where_sharing_would_change_results(tmp_path, change, reason):
+    trainer = make_trainer(str(tmp_path), lengths=[30])
+    change(trainer)
+    assert (reason or "None") in str(why_documents_stay_alone(trainer))
+    trainer.args.share_prefixes = True
+    assert documents_share_rows(trainer) == (reason is None)
+
+
+@pytest.mark.parametrize("source", ["list", "transform"])
+def test_documents_that_may_change_are_not_shared(tmp_path, source):
+    trainer = make_trainer(str(tmp_path), source, lengths=[200])
+    # Equal documents, if only they were stored.
+    trainer.train_dataset = data = [trainer.train_dataset[0]] * 2
+    assert trainer._loaders.beginnings(data, shares=True) is None
+
+
+def test_an_evaluation_computes_each_document_alone(tmp_path):
+    data = sessions()
+    given = {"train_dataset": data, "eval_dataset": data}
+    trainer = make_trainer(
+        str(tmp_path),
+        given=given,
+        tokens_per_rank=2400,
+        max_steps=1,
+        save_strategy="no",
+        eval_strategy="steps",
+        eval_steps=1,
+        learning_rate=0.0,
+    )
+    trainer.train()
+    (found,) = [entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry]
+    loss, _ = alone(range(len(data)))
+    assert found == pytest.approx(loss, rel=1e-5)
+    (logged,) = [entry for entry in trainer.state.log_history if "distca/shared_rows" in entry]
+    assert logged["distca/shared_rows"] > 0
+
+
+def test_gradients_of_repeated_rows_are_added():
+    hidden = torch.arange(6.0).view(1, 3, 2).requires_grad_()
+    rows = [torch.tensor([2, 0]), torch.tensor([2])]
+    selected = targets._selected(hidden, rows)
+    assert selected.tolist() == [[[4.0, 5.0], [0.0, 1.0], [4.0, 5.0]]]
+    selected.backward(torch.tensor([[[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]]]))
+    assert hidden.grad.tolist() == [[[3.0, 4.0], [0.0, 0.0], [6.0, 8.0]]]

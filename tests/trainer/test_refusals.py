@@ -436,8 +436,12 @@ def order(source: str, ranks: int = 2, skip: int = 0, **changed: Any) -> dict[st
             args=args, train_dataset=STREAM if "stream" in source else range(len(LENGTHS))
         ),
         SimpleNamespace(groups=groups(ranks), settings=SimpleNamespace(document_layout=layout)),
-        SimpleNamespace(lengths=lambda dataset: (np.array(LENGTHS[skip:]), str(skip) * 64)),
+        SimpleNamespace(
+            lengths=lambda dataset: (np.array(LENGTHS[skip:]), str(skip) * 64),
+            beginnings=lambda dataset, shares: None,
+        ),
         packs="flattened" not in source,
+        shares=True,
     )
 
 

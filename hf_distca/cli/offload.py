@@ -6,7 +6,7 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from hf_distca.cli.options import GB
-from hf_distca.memory.micro_batch import ON_DEVICE
+from hf_distca.models.checkpointing import offloaded_layers
 from hf_distca.models.decoder import decoder_layers
 from hf_distca.models.shape import model_shape
 from hf_distca.plan import MicroBatchPlan
@@ -53,7 +53,7 @@ def offload_of(
         for passes in (costs.forward_only(), costs)
     )
     forward_s, step_s = float(forward.seconds), float(step.seconds)
-    layers = max(depth - ON_DEVICE, 0)
+    layers = offloaded_layers(depth)
     layer_bytes = host // layers if layers else 0
     copy_s = layer_bytes / HOST_BANDWIDTH
     layer_s = {"forward": forward_s / depth, "backward": (step_s - forward_s) / depth}

@@ -20,7 +20,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.hooks import RemovableHandle
 from transformers.integrations import moe
 
@@ -42,7 +41,11 @@ from hf_distca.memory.stand_ins import (
     unequal_chunks,
     without_writes,
 )
-from hf_distca.models.checkpointing import disable_checkpointing, enable_checkpointing
+from hf_distca.models.checkpointing import (
+    disable_checkpointing,
+    enable_checkpointing,
+    offloaded_layers,
+)
 from hf_distca.models.decoder import base_model, decoder_layers
 from hf_distca.models.fake import fake_tensors
 from hf_distca.models.mixing import halo_widths
@@ -53,9 +56,6 @@ from hf_distca.planner.settings import PlanSettings
 
 HOST = torch.device("cpu")
 """Device of fake tensors; sizes are the same on every device."""
-
-ON_DEVICE = 2
-"""Layers whose checkpoints are on the device at once where checkpoints are offloaded."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class Use:
         None  # transformers' `liger_kernel_config`; None without Liger's kernels
     )
     accumulates: bool = True  # gradients of earlier micro-batches exist
-    offload: bool = False  # what checkpoints of layers keep is on the host, see `ON_DEVICE`
+    offload: bool = False  # what checkpoints of layers keep is on the host, see `offloaded_layers`
 
 
 def busiest_rank(plan: MicroBatchPlan, settings: PlanSettings) -> int:
@@ -106,7 +106,7 @@ def count_micro_batch(
     live = _live_memory(len(layers), depth or len(layers), use)
     live.belong([*model.parameters(), *model.buffers()], "weights")
     base = base_model(model)
-    _checkpoint(base, use.checkpointing, live)
+    _checkpoint(base, use.checkpointing)
     bound = bound_plan(plan, rank, use, live)
     for nano in bound.nano_batches:  # made now, since tables cannot be made of fake tensors
         nano.cuts.bind(halo_widths(base))
@@ -172,8 +172,8 @@ def count_core_attention(
 
 def _live_memory(layers: int, depth: int, use: Use) -> LiveMemory:
     """Return a count of `depth` layers by a model of fewer, whose first half is repeated."""
-    half = (layers + 1) // 2
-    offloaded = max(depth - ON_DEVICE, 0) / half if use.offload else 0.0
+    half = max((layers + 1) // 2, 1)  # what has no layers is refused when it is run
+    offloaded = offloaded_layers(depth) / half if use.offload else 0.0
     return LiveMemory((depth - layers) / half, offloaded)
 
 
@@ -238,26 +238,11 @@ def run_core_attention(bound: BoundPlan, kind: AttentionKind, dtype: torch.dtype
     o_THE.backward(torch.empty_like(o_THE))
 
 
-def _checkpoint(model: Any, checkpointing: Mapping[str, Any] | None, live: LiveMemory) -> None:
+def _checkpoint(model: Any, checkpointing: Mapping[str, Any] | None) -> None:
     """Set a model's checkpointing as transformers' trainer does, or turn it off."""
     if checkpointing is None:
         disable_checkpointing(model)
         return
     options = dict(checkpointing)
     every = {"every_n_layers": options.pop("every_n_layers")} if "every_n_layers" in options else {}
-    offload = options.pop("offload", False)
     enable_checkpointing(model, options or {"use_reentrant": False}, **every)
-
-    def to_host(x: Tensor) -> Tensor:
-        with live.making("host"):
-            return x.clone()  # the host is the same device here
-
-    def offloaded(checkpoint: Any, *args: Any, **kwargs: Any) -> Any:
-        with saved_tensors_hooks(to_host, torch.clone):
-            return checkpoint(*args, **kwargs)
-
-    for module in model.modules() if offload else ():
-        if hasattr(module, "_gradient_checkpointing_func"):
-            module._gradient_checkpointing_func = partial(
-                offloaded, module._gradient_checkpointing_func
-            )

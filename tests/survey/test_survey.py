@@ -8,6 +8,7 @@ import transformers
 
 from tests.survey.outcomes import Outcome, model_types, outcome
 from tests.survey.page import PAGE, page, without_errors
+from tests.survey.sharing import PASSED_BY, sharing
 
 MECHANISMS = {
     "grouped queries": ("llama", "joint"),
@@ -52,6 +53,25 @@ def test_mechanism(rank_pools, mechanism):
     found = outcome(model_type, rank_pools[2])
     assert (found.layout or found.status) == expected, found
     assert found.status == ("refused" if expected == "refused" else "equal"), found
+
+
+SHARED_EXACTLY = 2e-4
+"""Accepted error of loss and gradients where equal beginnings are computed once."""
+
+
+OF_MECHANISMS = [model_type for model_type, _ in MECHANISMS.values()]
+OTHERS = [model_type for model_type in model_types() if model_type not in OF_MECHANISMS]
+
+
+@pytest.mark.parametrize(
+    "model_type",
+    [*OF_MECHANISMS, *(pytest.param(each, marks=pytest.mark.survey) for each in OTHERS)],
+)
+def test_equal_beginnings_are_shared_exactly_or_not_at_all(rank_pools, model_type):
+    results = rank_pools[2].run(sharing, model_type)
+    (found,) = {found for found, _ in results}
+    assert max(error for _, error in results) < SHARED_EXACTLY
+    assert (found == "not packed") is (model_type in PASSED_BY)
 
 
 @pytest.fixture(scope="module")

@@ -215,20 +215,21 @@ class DistCAConfig:
             if isinstance(path := getattr(self, name), os.PathLike):
                 setattr(self, name, os.fspath(path))
         self.ranks_per_node = _ranks_per_node(self.ranks_per_node)
-        for each in fields(DistCAConfig):
-            name, given, valid = each.name, getattr(self, each.name), each.metadata.get("choices")
+        for setting in fields(DistCAConfig):
+            name, given = setting.name, getattr(self, setting.name)
+            valid = setting.metadata.get("choices")
             if valid and given not in valid:
                 raise RefusedError(f"{name} must be one of {list(valid)}, got {given!r}")
             is_number = isinstance(given, Real) and not isinstance(given, bool)
-            if each.type is float and not (is_number and isfinite(given)):
+            if setting.type is float and not (is_number and isfinite(given)):
                 raise RefusedError(f"{name} must be a finite number, got {given!r}")
-            if each.type is int and not (is_number and isinstance(given, Integral)):
+            if setting.type is int and not (is_number and isinstance(given, Integral)):
                 raise RefusedError(f"{name} must be a whole number, got {given!r}")
-            if each.type is bool and not isinstance(given, bool):
+            if setting.type is bool and not isinstance(given, bool):
                 raise RefusedError(f"{name} must be true or false, got {given!r}")
             # HfArgumentParser leaves only `str` of `str | None`.
-            may_be_none = given is None and each.default is None
-            if each.type in (str, str | None) and not (isinstance(given, str) or may_be_none):
+            may_be_none = given is None and setting.default is None
+            if setting.type in (str, str | None) and not (isinstance(given, str) or may_be_none):
                 raise RefusedError(f"{name} must be text, got {given!r}")
             if is_number and (given < 0 or (given == 0 and name not in ZERO)):
                 expected = f"0 ({ZERO[name]}) or more" if name in ZERO else "positive"

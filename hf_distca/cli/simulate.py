@@ -177,10 +177,10 @@ def _figures(
     """Return the figures that are printed and drawn."""
     figures = {**asdict(result), "profile": setup.profile.name}
     if padded:
-        columns = [padded_columns(each, padded[0]) for each in padded]
+        columns = [padded_columns(strategy, padded[0]) for strategy in padded]
         figures["padded"] = {
             "sequences": options.padded,
-            "strategies": [asdict(each) for each in padded],
+            "strategies": [asdict(strategy) for strategy in padded],
             "columns": columns,
             "advice": padded_advice(padded),
         }
@@ -261,16 +261,16 @@ def _to_copy(options: argparse.Namespace, result: Simulation, setup: Setup) -> d
 
 
 def _table(figures: Mapping[str, Any]) -> str:
-    lines = _aligned([columns_of(each) for each in figures["strategies"]])
+    lines = _aligned([columns_of(strategy) for strategy in figures["strategies"]])
     advice = list(figures["advice"])
     padded = figures.get("padded")
-    of_padded: list[str] = []
+    padded_lines: list[str] = []
     if padded is not None:
         title = (
             f"Padded batches of {padded['sequences']} sequences a rank. Rows: those that all ranks "
             "compute."
         )
-        of_padded = ["", wrapped(title), *_aligned(padded["columns"])]
+        padded_lines = ["", wrapped(title), *_aligned(padded["columns"])]
         advice.append(padded["advice"])
     batches = f"{figures['documents']:,} documents, {figures['tokens']:,} tokens"
     first = (
@@ -280,7 +280,7 @@ def _table(figures: Mapping[str, Any]) -> str:
     simulated = f"simulated in {figures['simulated_in']:.1f} s"
     wrapped_advice = map(wrapped, advice)
     return "\n".join(
-        [wrapped(first), "", SECONDS, *lines, *of_padded, "", *wrapped_advice, simulated]
+        [wrapped(first), "", SECONDS, *lines, *padded_lines, "", *wrapped_advice, simulated]
     )
 
 

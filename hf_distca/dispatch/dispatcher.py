@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Sequence
 from dataclasses import fields, replace
+from itertools import chain
 from typing import Any
 
 import torch
@@ -90,7 +91,7 @@ class Dispatcher:
             self.kernel = get_kernel(settings.kernel, self.device, sm_margin=sm_margin)
         # Compare the kernel's own name: "auto" depends on the installed packages.
         mine: dict[str, Any] = {"attention_kernel": self.kernel.name}
-        mine |= {each.name: getattr(settings, each.name) for each in fields(settings)}
+        mine |= {field.name: getattr(settings, field.name) for field in fields(settings)}
         mine |= {"keep_received": keep_received, "keep_core_attention": keep_core_attention}
         of_ranks = self.groups.all_gather(mine)
         with self.groups.raised_together(in_world=True):
@@ -139,8 +140,8 @@ class Dispatcher:
         Raises:
             ValueError: The plan was made for other nodes than those of the dispatcher's settings.
         """
-        for of_kind in (each for nano in plan.nano_batches for each in nano.plans.values()):
-            nodes = of_kind.nodes and of_kind.nodes[: self.groups.ranks]
+        for kind_plan in chain.from_iterable(nano.plans.values() for nano in plan.nano_batches):
+            nodes = kind_plan.nodes and kind_plan.nodes[: self.groups.ranks]
             if nodes is not None and nodes != self.settings.nodes:
                 raise ValueError(
                     f"the plan is made for ranks on the nodes {nodes}, but the dispatcher's "

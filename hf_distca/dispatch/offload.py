@@ -183,12 +183,14 @@ class ActivationOffload:
     def fetch(self, kept: list[KeptTensor]) -> None:
         """Begin to copy tensors to the device."""
         copies: list[tuple[Tensor, Tensor]] = []
-        for each in kept:
-            each.tensor = torch.empty_strided(
-                each.shape, each.stride, dtype=each.dtype, device=self.device
+        tensors: list[Tensor] = []
+        for kept_tensor in kept:
+            tensor = torch.empty_strided(
+                kept_tensor.shape, kept_tensor.stride, dtype=kept_tensor.dtype, device=self.device
             )
-            copies += [(part_B, chunk_B) for chunk_B, part_B in each.parts(each.tensor)]
-        tensors = [each.tensor for each in kept if each.tensor is not None]
+            kept_tensor.tensor = tensor
+            tensors.append(tensor)
+            copies += [(part_B, chunk_B) for chunk_B, part_B in kept_tensor.parts(tensor)]
         self._arriving.append((self.copies.begin(copies), tensors))
 
     def arrive(self) -> None:

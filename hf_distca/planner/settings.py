@@ -140,9 +140,8 @@ class PlanSettings:
         if not self.slowness:
             return None
         besides = np.array(self.slowness) * rows * self.row_work
-        return Workers(
-            tuple(1 / each for each in self.slowness), tuple((besides - besides.min()).tolist())
-        )
+        speeds = tuple(1 / slowness for slowness in self.slowness)
+        return Workers(speeds, tuple((besides - besides.min()).tolist()))
 
     def buffer_rows(self, kind: AttentionKind) -> int:
         """Return how many K/V rows of a layer of a kind an exchange buffer holds."""

@@ -108,18 +108,18 @@ def chosen_layers(of_ranks: list[RankNeeds], most: int, asked: bool | str) -> in
         missing = max(-(-needs.excess // needs.layer_bytes) for needs in of_ranks)
         layers = min(most, max(missing, 0))
     for host in dict.fromkeys(needs.host for needs in of_ranks):
-        there = [needs for needs in of_ranks if needs.host == host]
-        available = int(HOST_LEFT * min(needs.available for needs in there))
-        of_a_layer = sum(needs.host_bytes for needs in there)
-        fitting = available // of_a_layer
+        ranks_there = [needs for needs in of_ranks if needs.host == host]
+        available = int(HOST_LEFT * min(needs.available for needs in ranks_there))
+        layer_of_ranks = sum(needs.host_bytes for needs in ranks_there)
+        fitting = available // layer_of_ranks
         if fitting >= layers:
             continue
         error = Run.HOST_MEMORY.error(
             layers=layers,
             host=host,
-            needed=f"{layers * of_a_layer / GB:.1f}",
+            needed=f"{layers * layer_of_ranks / GB:.1f}",
             available=f"{available / GB:.1f}",
-            ranks=len(there),
+            ranks=len(ranks_there),
             fraction=HOST_LEFT,
         )
         if asked != AUTO:

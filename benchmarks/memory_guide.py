@@ -3,12 +3,14 @@ strategy.
 
 Nothing is trained: a step is run on tensors without numbers and counted (hf_distca.memory). Full
 fine-tuning with Adam in bfloat16, float32 copies of the weights, decoder layers checkpointed, one
-document over all ranks. What CUDA and NCCL take themselves is left out of a GPU's memory.
+document over all ranks. `fsdp2, offloaded` has checkpoints in host memory, and MLPs and norms in
+chunks of rows; host memory is not limited here. What CUDA and NCCL take themselves is left out of a
+GPU's memory.
 
 PYTHONPATH=. python benchmarks/memory_guide.py
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from harness import options_parser, print_json, table
@@ -41,7 +43,23 @@ MODELS = {
 }
 """The shapes of their config.json."""
 RANKS = {"Llama-3.2-1B": (8,), "Llama-3.1-8B": (8, 32), "Qwen3-32B": (32,)}
-STRATEGIES: tuple[Strategy, ...] = ("ddp", "zero2", "fsdp2")
+IN_MEMORY = DistCAConfig(loss_chunk_bytes=LEAST_CHUNK_BYTES)
+IN_CHUNKS = DistCAConfig(loss_chunk_bytes=LEAST_CHUNK_BYTES, mlp_chunk_rows=8192)
+"""Small chunks of the loss: the most tokens that fit."""
+
+
+class Case(NamedTuple):
+    strategy: Strategy
+    offload: bool
+    options: DistCAConfig
+
+
+CASES = {
+    "ddp": Case("ddp", False, IN_MEMORY),
+    "zero2": Case("zero2", False, IN_MEMORY),
+    "fsdp2": Case("fsdp2", False, IN_MEMORY),
+    "fsdp2, offloaded": Case("fsdp2", True, IN_CHUNKS),
+}
 MEMORY = (24, 40, 80, 141)
 OWN = 2
 """GB of GPUs, and what CUDA and NCCL take of it."""
@@ -64,15 +82,13 @@ def main() -> None:
                 ping_pong=True,
                 kernel="torch_varlen",
             )
-            # Small chunks of the loss: the most tokens that fit.
-            options = DistCAConfig(loss_chunk_bytes=LEAST_CHUNK_BYTES)
-            memory = MemoryCounter(model, settings, options, by_config=True)
-            for strategy in STRATEGIES:
-                training = Training(strategy, mixed=True, checkpointing={})
-                longest = {size: memory.longest((size - OWN) * GB, training) for size in MEMORY}
-                found.append(
-                    {"model": name, "ranks": ranks, "strategy": strategy, "longest": longest}
+            for label, case in CASES.items():
+                memory = MemoryCounter(model, settings, case.options, by_config=True)
+                training = Training(
+                    case.strategy, mixed=True, checkpointing={}, offload=case.offload
                 )
+                longest = {size: memory.longest((size - OWN) * GB, training) for size in MEMORY}
+                found.append({"model": name, "ranks": ranks, "strategy": label, "longest": longest})
     columns = ("model", "ranks", "strategy", *(f"{size} GB" for size in MEMORY))
     table(
         columns,

@@ -63,6 +63,13 @@ class Batch:
         condition="batches with other positions than 0, 1, 2, … in each document",
     )
     # Padded batches
+    PASSED_BY = Refusal(
+        "{model} computed a padded batch without its backbone {backbone}",
+        "padded batches are packed in the backbone, so nothing was packed",
+        "call the backbone and compute the loss of its hidden states, or train documents with "
+        "DistCATrainer",
+        condition="models whose head calls a part of the backbone, such as OPT",
+    )
     NO_TOKEN_IDS = Refusal(
         "a padded batch has no input_ids [B, L]",
         "ranks exchange token ids to balance a batch, and no embeddings",

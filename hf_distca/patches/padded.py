@@ -50,6 +50,9 @@ def pack_backbone(model: nn.Module, batches: PaddedBatches) -> None:
         packed.__class__ = subclass(type(packed), PackedBackbone)
         if hasattr(type(base), "generate"):
             base.__class__ = subclass(type(base), _Generating)
+        if packed is not base:
+            base.register_forward_pre_hook(_expect_backbone)
+            base.register_forward_hook(_check_backbone_ran, with_kwargs=True)
     packed.batches = batches
 
 
@@ -113,6 +116,21 @@ class _Generating:
             return inner.generate(*args, **kwargs)
 
 
+def _expect_backbone(model: nn.Module, _args: tuple[Any, ...]) -> None:
+    """Note that the backbone has to run before the model's forward ends."""
+    packed: Any = backbone(base_model(model))
+    packed.ran = False
+
+
+def _check_backbone_ran(
+    model: nn.Module, _args: tuple[Any, ...], arguments: dict[str, Any], _output: Any
+) -> None:
+    """Raise RefusedError if a padded batch was computed without the backbone, on every rank."""
+    packed: Any = backbone(base_model(model))
+    if packed.packs and not packed.ran and _is_padded_batch(arguments):
+        raise Batch.PASSED_BY.error(model=type(model).__name__, backbone=type(packed).__name__)
+
+
 @contextmanager
 def unpacked(packed: "PackedBackbone") -> Iterator[None]:
     """Let a backbone run batches as they are, each rank for itself."""
@@ -129,17 +147,17 @@ class PackedBackbone(nn.Module):
 
     batches: PaddedBatches
     packs = True  # whether padded batches are packed
+    ran = False  # whether it has run since its model's forward began
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run a padded batch packed and planned.
 
         Run a planned micro-batch, and generation, as they are.
         """
+        self.ran = True
         names = inspect.signature(stock_forward(self)).parameters
         arguments = dict(zip(list(names)[1:], args, strict=False)) | kwargs
-        is_planned = arguments.get(PLAN_KEY) is not None
-        generates = arguments.get("past_key_values") is not None or bool(arguments.get("use_cache"))
-        if is_planned or generates or not self.packs:
+        if not self.packs or not _is_padded_batch(arguments):
             return super().forward(*args, **kwargs)
         return self._packed_forward(arguments, may_cache="use_cache" in names)
 
@@ -161,6 +179,13 @@ class PackedBackbone(nn.Module):
             for inputs, plan in packed.micro_batches
         ]
         return _padded_result(results, packed)
+
+
+def _is_padded_batch(arguments: dict[str, Any]) -> bool:
+    """Return whether a forward has a batch to pack: neither a planned one nor generation's."""
+    is_planned = arguments.get(PLAN_KEY) is not None
+    generates = arguments.get("past_key_values") is not None or bool(arguments.get("use_cache"))
+    return not is_planned and not generates
 
 
 def _is_of_tokens(value: Any) -> bool:

@@ -41,6 +41,7 @@ from hf_distca.models.decoder import backbone
 from hf_distca.patches.padded import plan_ahead, shares_prefixes
 from hf_distca.planner import prefixes
 from hf_distca.planner.settings import PlanSettings
+from hf_distca.refusal import RefusedError
 from tests.models_and_batches import SMALL, SMALL_HYBRID, SMALL_KIND, SMALL_LLAMA4, with_lora
 from tests.models_and_batches import small_model as small_model_of
 from tests.ranks import RankPool
@@ -534,6 +535,29 @@ def test_equal_beginnings_are_computed_once(rank_pools, name, ranks):
         assert shared + computed == sum(TREE_TOKENS[:ranks])
         assert shared >= 20 * ranks
         assert (stages > 1) is ("exchange_buffer_bytes" in settings)
+
+
+def message_of_opt(calls_backbone: bool) -> str | None:
+    """The error of a model whose head calls the decoder in its backbone, and not the backbone."""
+    model = small_model_of("opt", "distca", word_embed_proj_dim=32)
+    dispatcher = pack_padded(model, DistCAConfig(tokens_per_rank=64), torch.device("cpu"))
+    batch: dict[str, Any] = padded_batch([5, 4], "right", dist.get_rank())
+    del batch["labels"]
+    try:
+        (model.base_model if calls_backbone else model)(**batch)
+    except RefusedError as error:
+        return str(error)
+    finally:
+        dispatcher.close()
+    return None
+
+
+def test_heads_that_pass_the_backbone_by_are_refused_on_all_ranks(rank_pools):
+    assert rank_pools[2].run(message_of_opt, True) == [None, None]
+    for message in rank_pools[2].run(message_of_opt, False):
+        assert message.startswith(
+            "OPTForCausalLM computed a padded batch without its backbone OPTModel, but"
+        )
 
 
 def test_prefixes_are_not_shared_if_not_wanted(rank_pools):

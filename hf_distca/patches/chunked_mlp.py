@@ -89,12 +89,12 @@ class _ChunkedMLP(nn.Module):
         if x.shape[-2] <= self.chunk_rows:
             return compute(x, *args, **kwargs)
 
-        def of_chunk(chunk: Tensor) -> Tensor:
+        def compute_chunk(chunk: Tensor) -> Tensor:
             return compute(chunk, *args, **kwargs)
 
         if torch.is_grad_enabled() and x.requires_grad:
-            return _saved_before_chunks(of_chunk, x, self.chunk_rows)
-        return _in_chunks(of_chunk, x, self.chunk_rows, -2)
+            return _saved_before_chunks(compute_chunk, x, self.chunk_rows)
+        return _in_chunks(compute_chunk, x, self.chunk_rows, -2)
 
 
 class _ChunkedNorm(nn.Module):
@@ -127,14 +127,15 @@ def _saved_before_chunks(compute: Callable[[Tensor], Tensor], x: Tensor, rows: i
     x = keep(kept, x)
     kept.chunks = torch.split(x, rows, -2)
 
-    def of_chunk(index: int) -> Tensor:
+    def compute_chunk(index: int) -> Tensor:
         return compute(kept.chunks[index])
 
     # Checkpoints of some versions of torch save an empty tensor, for which a checkpoint around them
     # would wait.
     with saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
         computed = [
-            checkpoint(of_chunk, index, use_reentrant=False) for index in range(len(kept.chunks))
+            checkpoint(compute_chunk, index, use_reentrant=False)
+            for index in range(len(kept.chunks))
         ]
     kept.chunks = ()
     result: Tensor = unpack(kept, torch.cat(computed, -2))

@@ -1,6 +1,7 @@
 """A user's model on fake tensors: its config, kinds of attention, shape and memory."""
 
 import argparse
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -148,32 +149,28 @@ def memory_of(
 
 def memory_rows(figures: dict[str, Any], device_memory: float | None) -> dict[str, list[str]]:
     """Return the figures of `memory_of` in GB as cells of a table by the heading of their row."""
-    columns = [
-        (state, case, state[name])
-        for state in figures.values()
-        for name, case in CASES.items()
-        if name in state
-    ]
-    per_strategy = len(columns) // len(figures)
-    rows: dict[str, list[str]] = {
-        "memory of a rank, GB": [
-            text for strategy in figures for text in (strategy, *[""] * (per_strategy - 1))
-        ],
-        "checkpointing": [case.shown for _, case, _ in columns],
-    }
+    columns: list[tuple[Mapping[str, Any], Mapping[str, Any]]] = []
+    strategies: list[str] = []
+    shown_cases: list[str] = []
+    for strategy, state in figures.items():
+        cases = [name for name in CASES if name in state]
+        columns += [(state, state[name]) for name in cases]
+        strategies += [strategy, *[""] * (len(cases) - 1)]
+        shown_cases += [CASES[name].shown for name in cases]
+    rows = {"memory of a rank, GB": strategies, "checkpointing": shown_cases}
     # [columns] bytes of each row: the model's state, the parts of a micro-batch, and their sum.
     sizes: dict[str, list[float]] = {}
     for name in STATE_PARTS:
-        sizes[name] = [state[name] for state, *_ in columns]
+        sizes[name] = [state[name] for state, _ in columns]
     for part, name in NAMES.items():
-        sizes[name] = [counted["parts"].get(part, 0) for *_, counted in columns]
-    sizes["together"] = [counted["total"] for *_, counted in columns]
-    sizes["in host memory"] = [counted.get("host", 0) for *_, counted in columns]
+        sizes[name] = [counted["parts"].get(part, 0) for _, counted in columns]
+    sizes["together"] = [counted["total"] for _, counted in columns]
+    sizes["in host memory"] = [counted.get("host", 0) for _, counted in columns]
     for name, row in sizes.items():
         if any(row) or name in STATE_PARTS:
             rows[name] = [f"{size / GB:.2f}" for size in row]
     if device_memory is not None:
-        longest = [str(counted["longest_tokens_per_rank"]) for *_, counted in columns]
+        longest = [str(counted["longest_tokens_per_rank"]) for _, counted in columns]
         rows[f"longest rows in {device_memory:g} GB"] = longest
     return rows
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import hf_distca
-from hf_distca.cli.model import memory_rows, memory_table
+from hf_distca.cli.model import CASES, memory_rows, memory_table
 from hf_distca.cli.offload import offload_lines
 from hf_distca.collator import texts
 from hf_distca.planner.micro_batch import plan_micro_batch
@@ -339,7 +339,7 @@ def test_offloaded_checkpoints_and_their_copies(command, run, tmp_path, monkeypa
 def test_memory_follows_the_settings_that_are_given(command, figures, tmp_path, monkeypatch):
     small_model().config.save_pretrained(tmp_path)
     monkeypatch.setattr("hf_distca.cli.model.STRATEGIES", ("ddp",))
-    monkeypatch.setattr("hf_distca.cli.model.CHECKPOINTING", {"with_checkpointing": {}})
+    monkeypatch.delitem(CASES, "without_checkpointing")
     options = ["--model", str(tmp_path), "--dtype", "float32", "--no-keep-core-attention"]
     memory = figures(*command([256], 2, 128, *options))["memory"]["ddp"]["with_checkpointing"]
     assert "kept O" not in memory["parts"]

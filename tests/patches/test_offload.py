@@ -60,7 +60,15 @@ def inside_too(model: Any) -> None:
     enable_checkpointing(model, {"use_reentrant": False})
 
 
+def attention_inside_too(model: Any) -> None:
+    """Checkpoint decoder layers, and the attention in them, which is given the plan, once more."""
+    for layer in decoder_layers(model):
+        layer.self_attn = checkpoint_wrapper(layer.self_attn)
+    enable_checkpointing(model, {"use_reentrant": False})
+
+
 WAYS = {
+    "attention inside too": attention_inside_too,
     "inside too": inside_too,
     "transformers": lambda model: enable_checkpointing(model, {"use_reentrant": False}),
     "reentrant": lambda model: enable_checkpointing(model, {"use_reentrant": True}),
@@ -87,7 +95,7 @@ class Case:
 LINEAR_AND_FULL = ["linear_attention", "full_attention"]
 HYBRID = {**SMALL_HYBRID, "layer_types": [*LINEAR_AND_FULL, *LINEAR_AND_FULL, "linear_attention"]}
 CASES = {
-    **{way: Case(way) for way in WAYS},
+    **{way: Case(way, ping_pong=way != "attention inside too") for way in WAYS},
     "no ping-pong": Case(ping_pong=False),
     "no kept results": Case(keep_core_attention=False),
     "stages": Case(stage_rows=20),

@@ -85,12 +85,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of the subcommand."""
     add_planning_options(parser, *PLANNED, within=NODE_BANDWIDTH, between=NETWORK_BANDWIDTH)
     add = parser.add_argument
-    of_kernel = {
+    kernel_options = {
         "default": "torch_varlen",
         "choices": KERNEL_NAMES[1:],
         "help": "kernel whose costs are used",
     }
-    add_settings(parser, "attention_kernel", **of_kernel)
+    add_settings(parser, "attention_kernel", **kernel_options)
     for name, (value, what) in HEADS.items():
         add(
             f"--{name.replace('_', '-')}",
@@ -109,13 +109,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         default="bfloat16",
         help="dtype of activations (default: bfloat16)",
     )
-    of_model = f"model whose attention to plan and whose memory to count: {MODEL_SOURCES}"
-    add("--model", metavar="CONFIG", help=of_model)
+    model_help = f"model whose attention to plan and whose memory to count: {MODEL_SOURCES}"
+    add("--model", metavar="CONFIG", help=model_help)
     add_settings(
         parser, "keep_core_attention", "keep_received", "loss_chunk_bytes", "mlp_chunk_rows"
     )
-    of_device = "memory of a device: show the longest rows that fit, with --model"
-    add("--device-memory", type=gigabytes, metavar="GB", help=of_device)
+    device_help = "memory of a device: show the longest rows that fit, with --model"
+    add("--device-memory", type=gigabytes, metavar="GB", help=device_help)
     add(
         "--offload",
         action="store_true",
@@ -153,8 +153,8 @@ def run(options: argparse.Namespace) -> None:
     }
     memory: dict[str, list[str]] = {}
     if model is not None:
-        of_model, memory = _figures_of_model(model, plan, settings, options)
-        figures |= of_model
+        model_figures, memory = _figures_of_model(model, plan, settings, options)
+        figures |= model_figures
     if options.report:
         write(options.report, plan_report(figures, memory))
     if options.dump:
@@ -263,7 +263,7 @@ def _model_and_settings(
     config: DistCAConfig, options: argparse.Namespace
 ) -> tuple["PreTrainedModel | None", PlanSettings]:
     """Return the named model, None if no model is named, and the settings of its plans."""
-    of_kernel: dict[str, Any] = {
+    kernel_options: dict[str, Any] = {
         "kernel": config.attention_kernel,
         "bytes_per_value": BYTES[options.dtype],
     }
@@ -276,7 +276,7 @@ def _model_and_settings(
             AttentionKind(options.window, q_heads, kv_heads, head_dim, head_dim),
         )
         settings = plan_settings_of(
-            config, options.ranks, config.planned_layout, kinds=kinds, **of_kernel
+            config, options.ranks, config.planned_layout, kinds=kinds, **kernel_options
         )
     else:
         from hf_distca.cli.model import fake_model
@@ -285,7 +285,7 @@ def _model_and_settings(
 
         model = fake_model(options.model)
         kinds, layout = tuple(layers_by_kind(model)), document_layout(model, config)
-        settings = plan_settings_of(config, options.ranks, layout, kinds=kinds, **of_kernel)
+        settings = plan_settings_of(config, options.ranks, layout, kinds=kinds, **kernel_options)
 
     from hf_distca.kernels import KERNELS
 
@@ -318,10 +318,12 @@ def _figures(
 
     kind, nodes = settings.dominant_kind, settings.node_of_ranks
     plans = [nano.plans[kind] for nano in plan.nano_batches]
-    loads = np.sum([loads_of(each) for each in plans], axis=0)
-    tasks = np.concatenate([each.tasks for each in plans])
+    loads = np.sum([loads_of(nano_plan) for nano_plan in plans], axis=0)
+    tasks = np.concatenate([nano_plan.tasks for nano_plan in plans])
     rows = tasks["stop"] - tasks["start"]
-    moved = np.sum([bytes_by_link(each, settings.row_bytes(kind), nodes) for each in plans], axis=0)
+    moved = np.sum(
+        [bytes_by_link(nano_plan, settings.row_bytes(kind), nodes) for nano_plan in plans], axis=0
+    )
     exchange = exchange_figures(moved, nodes, (options.node_bandwidth, options.network_bandwidth))
     rank, dtype = busiest_rank(plan, settings), getattr(torch, options.dtype)
     core_attention = count_core_attention(plan, kind, dtype, rank, Use(settings.kernel))
@@ -333,7 +335,7 @@ def _figures(
         "min_rows": int(rows.min()),
         "tasks_below_block": int((rows < settings.balance_block_size).sum()),
         "nano_batches": len(plans),
-        "stages": max(len(rows_by_stage(each)) for each in plans),
+        "stages": max(len(rows_by_stage(nano_plan)) for nano_plan in plans),
         "exchange_buffers": core_attention.get(
             "exchange buffers", 0
         ),  # all layers of a kind share them

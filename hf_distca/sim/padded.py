@@ -104,12 +104,12 @@ def simulate_padded(
         PaddedFigures(
             name=name,
             forward_seconds=float(np.mean([step.seconds for step in forwards[name]])),
-            step_seconds=float(np.mean([step.seconds for step in of_strategy])),
-            imbalance=float(np.mean([_imbalance(step) for step in of_strategy])),
-            rows=rows[name] / len(of_strategy),
-            tokens_per_second=tokens / sum(step.seconds for step in of_strategy),
+            step_seconds=float(np.mean([step.seconds for step in strategy_steps])),
+            imbalance=float(np.mean([_imbalance(step) for step in strategy_steps])),
+            rows=rows[name] / len(strategy_steps),
+            tokens_per_second=tokens / sum(step.seconds for step in strategy_steps),
         )
-        for name, of_strategy in steps.items()
+        for name, strategy_steps in steps.items()
     )
 
 
@@ -157,11 +157,11 @@ def _travel_seconds(planned: PlannedBatches, setup: Setup) -> float:
     """
     one_node = setup.ranks <= max(node_sizes(setup.ranks, setup.ranks_per_node))
     link = setup.profile.exchange.within if one_node else setup.profile.exchange.between
-    of_hidden = setup.model.hidden * setup.profile.bytes_per_value
+    hidden_bytes = setup.model.hidden * setup.profile.bytes_per_value
     hidden_travels = 1 if setup.forward_only else 2
-    of_tokens = link.seconds(np.array(_most_rows(planned.shares, setup) * INTEGER_BYTES, float))
-    of_states = link.seconds(np.array(_most_rows(planned.readers, setup) * of_hidden, float))
-    return float(of_tokens + hidden_travels * of_states)
+    token_seconds = link.seconds(np.array(_most_rows(planned.shares, setup) * INTEGER_BYTES, float))
+    state_seconds = link.seconds(np.array(_most_rows(planned.readers, setup) * hidden_bytes, float))
+    return float(token_seconds + hidden_travels * state_seconds)
 
 
 def _most_rows(travelling: NDArray[np.void], setup: Setup) -> int:

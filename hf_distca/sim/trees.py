@@ -29,10 +29,10 @@ def turns(random: np.random.Generator) -> Iterator[tuple[int, Hashes]]:
 
     A sequence is a turn with the session up to it.
     """
-    of_sessions = corpora()["agents"]
+    draw_sessions = corpora()["agents"]
     session = 0
     while True:
-        session_length = int(of_sessions(random, 1)[0])
+        session_length = int(draw_sessions(random, 1)[0])
         for turn in range(1, TURNS + 1):
             length = session_length * turn // TURNS
             yield length, _hashes(session, length)
@@ -59,8 +59,8 @@ def turns_of_ranks(seed: int, ranks: int, sequences: int) -> Iterator[DrawnBatch
     """Yield batches of so many sequences on each rank, which follow each other as in the data."""
     drawn = turns(np.random.default_rng(seed))
     while True:
-        of_ranks = [list(islice(drawn, sequences)) for _ in range(ranks)]
+        draws_of_ranks = [list(islice(drawn, sequences)) for _ in range(ranks)]
         yield DrawnBatch(
-            [[length for length, _ in of_rank] for of_rank in of_ranks],
-            [[hashes for _, hashes in of_rank] for of_rank in of_ranks],
+            [[length for length, _ in draws] for draws in draws_of_ranks],
+            [[hashes for _, hashes in draws] for draws in draws_of_ranks],
         )

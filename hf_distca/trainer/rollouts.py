@@ -63,14 +63,18 @@ def divided_by_prompts(
     """
     numbers: dict[Prompt, int] = {}
     ranks = len(prompts_of_ranks)
-    of_ranks = [
+    numbers_of_ranks = [
         np.array([numbers.setdefault(prompt, len(numbers)) for prompt in prompts], np.int64)
         for prompts in prompts_of_ranks
     ]
-    rollouts = np.stack([np.bincount(of_rank, minlength=len(numbers)) for of_rank in of_ranks], 1)
-    room = np.tile([len(of_rank) // parts for of_rank in of_ranks], (parts, 1))  # [parts, ranks]
+    rollouts = np.stack(
+        [np.bincount(rank_numbers, minlength=len(numbers)) for rank_numbers in numbers_of_ranks], 1
+    )
+    room = np.tile(
+        [len(rank_numbers) // parts for rank_numbers in numbers_of_ranks], (parts, 1)
+    )  # [parts, ranks]
     saved = rollouts.sum(1) * np.array([prompt.rows for prompt in numbers], np.int64)
-    part_of_ranks = [np.empty(len(of_rank), np.int64) for of_rank in of_ranks]
+    part_of_ranks = [np.empty(len(rank_numbers), np.int64) for rank_numbers in numbers_of_ranks]
 
     for number in np.argsort(-saved, kind="stable"):
         has_prompt = rollouts[number] > 0
@@ -84,8 +88,8 @@ def divided_by_prompts(
                 places[rank] += [part] * int(fitting[part, rank])
             left -= fitting[part]
             room[part] -= fitting[part]
-        for rank, of_rank in enumerate(of_ranks):
-            part_of_ranks[rank][of_rank == number] = places[rank]
+        for rank, rank_numbers in enumerate(numbers_of_ranks):
+            part_of_ranks[rank][rank_numbers == number] = places[rank]
     return [np.argsort(part, kind="stable") for part in part_of_ranks]
 
 
@@ -126,7 +130,7 @@ def kept_together(
     for first in range(0, len(micro_batches), together):
         part = slice(first, first + together)
         orders = divided_by_prompts(
-            [list(chain(*of_rank[part])) for of_rank in prompts_of_ranks], together
+            [list(chain(*prompts[part])) for prompts in prompts_of_ranks], together
         )
         results += rearranged(micro_batches[part], torch.from_numpy(orders[groups.rank]))
     return results

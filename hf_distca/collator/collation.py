@@ -249,9 +249,9 @@ def shared_targets(planned: PlannedDocuments, shared: SharedRows) -> dict[str, A
     targets: list[NDArray[np.int64]] = []
     rows: list[NDArray[np.int64]] = []
     for entry, excerpt in zip(shared.read, shared.excerpts.tolist(), strict=True):
-        of_entry = planned.rows(excerpt)[1, entry["start"] : entry["stop"]]
-        has_target = np.flatnonzero(of_entry != IGNORED_TARGET)
-        targets.append(of_entry[has_target])
+        entry_targets = planned.rows(excerpt)[1, entry["start"] : entry["stop"]]
+        has_target = np.flatnonzero(entry_targets != IGNORED_TARGET)
+        targets.append(entry_targets[has_target])
         rows.append(entry["offset"] + has_target)
     if not any(map(len, targets)):
         targets = [np.array([IGNORED_TARGET])]

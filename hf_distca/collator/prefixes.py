@@ -132,9 +132,9 @@ class SharedBeginnings:
         depths = np.add.reduceat(nodes >= 0, firsts, dtype=np.int64)
         ends = np.full(len(lengths), NO_NODE)
         ends[documents] = np.where(depths > 0, nodes[firsts + np.maximum(depths, 1) - 1], NO_NODE)
-        of_nodes = np.where(nodes >= 0, np.frombuffer(targets, np.uint8), 0)
+        node_targets = np.where(nodes >= 0, np.frombuffer(targets, np.uint8), 0)
         shared_targets = np.zeros(len(lengths), np.int64)
-        shared_targets[documents] = np.add.reduceat(of_nodes, firsts, dtype=np.int64)
+        shared_targets[documents] = np.add.reduceat(node_targets, firsts, dtype=np.int64)
         return cls(parents, ends, shared_targets, lengths)
 
     def groups(self, excerpts: NDArray[np.void], most_rows: int) -> tuple[IntArray, IntArray]:
@@ -177,7 +177,7 @@ class SharedBeginnings:
         found = self._found(excerpts, groups, most_rows)
         if joins:
             joined = self._found(excerpts, None, most_rows)
-            if joined.rows < found.rows and self._are_few(joined, excerpts).all():
+            if joined.rows < found.rows and self._have_few_targets(joined, excerpts).all():
                 found = joined
         return found if found.rows < int((excerpts["stop"] - excerpts["start"]).sum()) else None
 
@@ -210,7 +210,9 @@ class SharedBeginnings:
             hashes.append(tuple(blocks))
         return share_prefixes(lengths, hashes, most_rows)
 
-    def _are_few(self, found: SharedPrefixes, excerpts: NDArray[np.void]) -> NDArray[np.bool_]:
+    def _have_few_targets(
+        self, found: SharedPrefixes, excerpts: NDArray[np.void]
+    ) -> NDArray[np.bool_]:
         """Return [trees] whether each tree has few enough targets."""
         trees, tree_rows = _trees_of(found)
         targets = np.bincount(trees, self.targets[excerpts["document"]], len(tree_rows))
@@ -225,12 +227,12 @@ class SharedBeginnings:
         Return each group with its rows. Excerpts that stay alone are left out.
         """
         found = self._found(excerpts[family], None, most_rows)
-        are_few = self._are_few(found, excerpts[family])
+        have_few_targets = self._have_few_targets(found, excerpts[family])
         trees, _ = _trees_of(found)
         groups: list[IntArray] = []
         for tree in np.flatnonzero(np.bincount(trees) > 1).tolist():
             members = family[trees == tree]
-            groups += [members] if are_few[tree] else self._runs(members, excerpts)
+            groups += [members] if have_few_targets[tree] else self._runs(members, excerpts)
         with_rows = []
         for group in groups:
             tokens = int((excerpts["stop"][group] - excerpts["start"][group]).sum())

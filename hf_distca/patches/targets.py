@@ -32,11 +32,14 @@ class TargetRows(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the backbone, and select the rows of targets."""
-        output = super().forward(*args, **kwargs)
         plan = kwargs.get(PLAN_KEY)
-        if isinstance(plan, BoundPlan) and plan.target_rows is not None:
-            output.last_hidden_state = _selected(output.last_hidden_state, plan.target_rows)
-            plan.ran.selected_targets = True
+        if not isinstance(plan, BoundPlan) or plan.target_rows is None:
+            return super().forward(*args, **kwargs)
+        # Some heads pass the targets on to the layers, which divide their arguments by rows.
+        kwargs.pop("shift_labels", None)
+        output = super().forward(*args, **kwargs)
+        output.last_hidden_state = _selected(output.last_hidden_state, plan.target_rows)
+        plan.ran.selected_targets = True
         return output
 
 

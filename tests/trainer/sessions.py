@@ -7,7 +7,7 @@ import numpy as np
 
 IGNORED = -100
 PROMPT = 150
-"""Tokens of the system prompt of all sessions."""
+"""Tokens of the system prompt of a session; there are three prompts."""
 
 
 def turns(sizes: list[int], seed: int, prompt: list[int]) -> list[dict[str, list[int]]]:
@@ -27,16 +27,16 @@ def turns(sizes: list[int], seed: int, prompt: list[int]) -> list[dict[str, list
     return documents
 
 
-def sessions(count: int = 4) -> datasets.Dataset:
+def sessions(count: int = 6) -> datasets.Dataset:
     """Sessions of one to four turns, an example twice, and documents that have nothing in common.
 
     One document is another one up to its end, with labels of its own.
     """
-    prompt = np.random.default_rng(0).integers(3, 64, PROMPT).tolist()
+    prompts = np.random.default_rng(0).integers(3, 64, (3, PROMPT)).tolist()
     documents: list[dict[str, Any]] = []
     for number in range(count):
         sizes = [40 + 61 * (number + turn) % 200 for turn in range(1 + number % 4)]
-        documents += turns(sizes, number + 1, prompt)
+        documents += turns(sizes, number + 1, prompts[number % 3])
     documents.append(documents[-1])
     longest = documents[-1]
     documents.append(

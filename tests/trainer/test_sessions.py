@@ -52,6 +52,7 @@ class Step(NamedTuple):
     gradients: dict[str, Tensor]
     documents: list[int]  # in the data set
     shared_rows: int
+    nano_batches: int  # the most in a micro-batch
 
 
 class Gradients(TrainerCallback):
@@ -119,7 +120,8 @@ def trained(
         of_step = read[number * count : (number + 1) * count]
         documents = np.concatenate([batch.excerpts["document"] for batch in of_step]).tolist()
         shared_rows = sum(batch.plan.shared_rows for batch in of_step)
-        steps.append(Step(loss, gradients, documents, shared_rows))
+        nano_batches = max(len(batch.plan.nano_batches) for batch in of_step)
+        steps.append(Step(loss, gradients, documents, shared_rows, nano_batches))
     return steps
 
 
@@ -149,6 +151,14 @@ def error(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> float:
     )
 
 
+def assert_equals_alone(step: Step) -> None:
+    """Check that a step shared rows, and equals each of its documents alone."""
+    loss, gradients = alone(step.documents)
+    assert step.shared_rows > 0
+    assert step.loss == pytest.approx(loss, rel=1e-5)
+    assert error(step.gradients, gradients) < 2e-4
+
+
 @pytest.mark.parametrize(
     ("ranks", "sft", "arguments"),
     [
@@ -156,19 +166,28 @@ def error(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> float:
         (2, False, {"tokens_per_rank": 700, "gradient_accumulation_steps": 2}),
         (2, True, {"tokens_per_rank": 1200, CHECKPOINTING: True}),
         (3, False, {"tokens_per_rank": 500, CHECKPOINTING: False}),
-        (3, True, {"tokens_per_rank": 900, "train_sampling_strategy": "sequential"}),
     ],
-    ids=["one rank", "accumulated", "sft", "three ranks", "in order"],
+    ids=["one rank", "accumulated", "sft", "three ranks"],
 )
 def test_steps_equal_each_document_alone(rank_pools, tmp_path, ranks, sft, arguments):
     results = rank_pools[ranks].run(trained, str(tmp_path), arguments, sft)
     for step in results[0]:
-        loss, gradients = alone(step.documents)
-        assert step.shared_rows > 0
-        assert step.loss == pytest.approx(loss, rel=1e-5)
-        assert error(step.gradients, gradients) < 2e-4
+        assert_equals_alone(step)
     every = [step.documents for step in results[0]]
     assert all([step.documents for step in result] == every for result in results)
+
+
+@pytest.mark.parametrize("sft", [False, True], ids=["documents", "sft"])
+def test_nano_batches_take_turns(rank_pools, tmp_path, sft):
+    """There are more targets than rows, and layers divide their arguments by rows."""
+    arguments = {
+        "tokens_per_rank": 900,
+        "train_sampling_strategy": "sequential",
+        "max_steps": 1,
+    }
+    (step,) = rank_pools[3].run(trained, str(tmp_path), arguments, sft)[0]
+    assert step.nano_batches == 2
+    assert_equals_alone(step)
 
 
 def test_lora_checkpoints_and_shards_in_bfloat16(rank_pools, tmp_path):

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from transformers import AutoConfig, LlamaConfig, PreTrainedConfig, PreTrainedModel
 
-from hf_distca.cli import InputError
+from hf_distca.cli.names import no_config
 from hf_distca.cli.options import GB, config_of
 from hf_distca.memory.counter import MEMORY, MemoryCounter, Training
 from hf_distca.memory.live import Part
@@ -56,7 +56,11 @@ def fake_model(name: str) -> PreTrainedModel:
 
     Raise ValueError if there is none, or the model cannot be planned.
     """
-    model = model_of_config(read_config(name), torch.float32)
+    config = read_config(name)
+    try:
+        model = model_of_config(config, torch.float32)
+    except ValueError as error:
+        raise no_config(name, error) from error
     check_model(model)
     return model
 
@@ -75,11 +79,7 @@ def read_config(name: str) -> PreTrainedConfig:
     try:
         config: PreTrainedConfig = AutoConfig.from_pretrained(name)
     except (OSError, ValueError) as error:
-        first_line = str(error).strip().splitlines()[0]
-        raise InputError(
-            f"no model config at {name!r}: expected {', '.join(MODELS)}, a config.json, a folder "
-            f"with one, or a name on the hub, which must be reachable ({first_line})"
-        ) from error
+        raise no_config(name, error) from error
     return config
 
 

@@ -19,7 +19,6 @@ from hf_distca.cli import InputError
 from hf_distca.config import DistCAConfig
 from hf_distca.plan.nodes import node_sizes
 from hf_distca.planner.settings import PlanSettings
-from hf_distca.predict.shapes import MODELS
 from hf_distca.units import Switch, read_tokens
 
 MOST_RANKS = 4096
@@ -37,7 +36,6 @@ HEADS = {
     "head_dim": (128, "size of a head"),
 }
 """Options of a layer's heads, with the numbers of Llama-3-8B."""
-MODEL_SOURCES = f"{', '.join(MODELS)}, a config.json, a folder with one, or a name on the Hub"
 GB = 1e9
 
 
@@ -209,22 +207,6 @@ def plan_settings_of(
             "--exchange-buffer-bytes"
         )
     return settings
-
-
-def check_model_name(name: str) -> None:
-    """Raise InputError if a model's config is a file that does not exist.
-
-    Names on the Hub are not looked up.
-    """
-    path = Path(name)
-    is_path = (
-        name.endswith(".json") or path.is_absolute() or name.startswith(".") or len(path.parts) > 2
-    )
-    if name not in MODELS and is_path and not path.exists():
-        raise InputError(
-            f"no model config at {name!r}: there is no such file or folder; expected "
-            f"{MODEL_SOURCES}"
-        )
 
 
 def check_writable(*names: str | None) -> None:

@@ -10,13 +10,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from hf_distca.cli import InputError
+from hf_distca.cli.names import MODEL_SOURCES, check_model
 from hf_distca.cli.options import (
     HEADS,
-    MODEL_SOURCES,
     RANKS_PER_NODE,
     add_planning_options,
     add_settings,
-    check_model_name,
     check_writable,
     config_of,
     gigabytes,
@@ -227,7 +226,7 @@ def _check_model_options(options: argparse.Namespace) -> None:
         raise InputError(
             "memory with --model is counted in bfloat16 or float32 only; set --dtype to one of them"
         )
-    check_model_name(options.model)
+    check_model(options.model)
 
 
 def _check_fit(lengths: Lengths, config: DistCAConfig, options: argparse.Namespace) -> None:

@@ -8,13 +8,12 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from hf_distca.cli import InputError
+from hf_distca.cli.names import MODEL_SOURCES, check_model
 from hf_distca.cli.options import (
     GB,
-    MODEL_SOURCES,
     RANKS_PER_NODE,
     add_planning_options,
     batches,
-    check_model_name,
     check_writable,
     config_of,
     nodes_of_ranks,
@@ -117,7 +116,7 @@ def run(options: argparse.Namespace) -> None:
         raise InputError(
             "--tokens-per-rank must be at least 2: memory is counted with full and with half rows"
         )
-    check_model_name(options.model)
+    check_model(options.model)
     try:
         config, profile = config_of(options), _profile(options)
         nodes = nodes_of_ranks(config, options.ranks)

@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 
 from hf_distca.cli import InputError
-from hf_distca.collator.formats import TABLES
+from hf_distca.cli.names import check_on_hub, check_tokenizer
+from hf_distca.collator.formats import TABLES, is_hub_name
 from hf_distca.plan.cost import as_lengths
 from hf_distca.sim.lengths import Draw, IntArray, corpora, lognormal, micro_batches, of_documents
 from hf_distca.sim.simulate import too_long_advice
@@ -176,9 +177,28 @@ def _bars_on_terminals() -> Iterator[None]:
             enable_progress_bars()
 
 
-@_bars_on_terminals()
 def _of_data(options: argparse.Namespace) -> IntArray:
     """Return the document lengths of what `load_documents` reads: tables, texts and data sets."""
+    try:
+        if is_hub_name(options.lengths):
+            check_on_hub(options.lengths, "dataset")
+    except ValueError as error:
+        raise _no_lengths(options.lengths, error) from error
+    if options.tokenizer:
+        check_tokenizer(options.tokenizer)
+    return _lengths_of_data(options)
+
+
+def _no_lengths(source: str, error: ValueError) -> InputError:
+    names = ", ".join([*sorted(corpora()), AGENTS_TREE, LONG_AND_SHORT])
+    return InputError(
+        f"no document lengths at {source!r}: {error}. Or give one of {names}, {LOGNORMAL}"
+    )
+
+
+@_bars_on_terminals()
+def _lengths_of_data(options: argparse.Namespace) -> IntArray:
+    """Return the document lengths of a source that may be there."""
     import pyarrow
 
     from hf_distca.collator.sources import load_documents
@@ -187,10 +207,7 @@ def _of_data(options: argparse.Namespace) -> IntArray:
     try:
         data = load_documents(source, split=options.split, sample_by=options.sample_by)
     except ValueError as error:
-        names = ", ".join([*sorted(corpora()), AGENTS_TREE, LONG_AND_SHORT])
-        raise InputError(
-            f"no document lengths at {source!r}: {error}. Or give one of {names}, {LOGNORMAL}"
-        ) from error
+        raise _no_lengths(source, error) from error
     default_columns = LENGTHS + TEXTS if options.tokenizer else LENGTHS
     candidates = [options.column] if options.column else [*default_columns]
     columns = [name for name in candidates if name in data.column_names]

@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple
 
 import datasets
 
-from hf_distca.collator.formats import TABLES
+from hf_distca.collator.formats import TABLES, TEXT_SUFFIXES, is_hub_name
 from hf_distca.collator.refusals import Source
 
 TEXT = "text"
@@ -20,9 +20,6 @@ NAMED = "named"
 """Format of what `datasets` finds by a name."""
 SAVED_FILES = ("state.json", "dataset_dict.json")
 """Files that `Dataset.save_to_disk` and `DatasetDict.save_to_disk` write."""
-TEXT_SUFFIXES = (".txt", ".md")
-"""Suffixes of names that are meant as files, not as names on the Hub, besides those of tables."""
-
 ABOUT_THE_DATA = ("README", "LICENSE")
 """Names of text files that are no documents in a folder with tables."""
 
@@ -97,9 +94,7 @@ def _parts_of_source(source: str) -> list[SourcePart]:
         return [SourcePart(TABLES.get(path.suffix, TEXT), source)]
     if path.is_dir():
         return _parts_of_folder(path, source)
-    has_suffix_of_files = path.suffix in (*TABLES, *TEXT_SUFFIXES)
-    is_path = path.is_absolute() or source.startswith(".") or len(path.parts) > 2
-    if has_suffix_of_files or is_path:
+    if not is_hub_name(source):
         raise Source.MISSING.error(path=source)
     return [SourcePart(NAMED, source)]
 

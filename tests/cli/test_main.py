@@ -3,6 +3,7 @@ transformers.
 """
 
 import json
+import os
 import subprocess
 import sys
 
@@ -41,6 +42,9 @@ WRONG = [
     *(f"{tool} --lengths nowhere.jsonl {STEP}" for tool in ("plan", "simulate")),
     *(f"{tool} --lengths lognormal:x {STEP}" for tool in ("plan", "simulate")),
     *(f"{tool} --lengths prolong {STEP} --model nowhere.json" for tool in ("plan", "simulate")),
+    *(f"{tool} --lengths prolong {STEP} --model nowhere" for tool in ("plan", "simulate")),
+    *(f"{tool} --lengths nowhere {STEP}" for tool in ("plan", "simulate")),
+    *(f"{tool} --lengths README.md {STEP} --tokenizer nowhere" for tool in ("plan", "simulate")),
     *(f"{tool} --lengths prolong {STEP} --ranks-per-node 3,3" for tool in ("plan", "simulate")),
     *(
         f"{tool} --lengths prolong {STEP} --report nowhere/report.html"
@@ -66,7 +70,14 @@ def test_help_and_wrong_arguments_are_answered_without_torch(run, subtests):
     commands = [[command, *HEAVY, "numpy"] for command in LIGHT]
     commands += [[f"{tool} --help", *HEAVY] for tool in TOOLS]
     commands += [[command, *HEAVY] for command in WRONG]
-    options = {"input": json.dumps(commands), "capture_output": True, "text": True, "check": True}
+    offline = {**os.environ, "HF_HUB_OFFLINE": "1"}  # names on the Hub are not looked up
+    options = {
+        "input": json.dumps(commands),
+        "env": offline,
+        "capture_output": True,
+        "text": True,
+        "check": True,
+    }
     answers = json.loads(subprocess.run([sys.executable, "-c", CODE], **options).stdout)
     imported = {
         command: libraries for (command, *_), (*_, libraries) in zip(commands, answers, strict=True)

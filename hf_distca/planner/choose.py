@@ -293,10 +293,19 @@ class _Search:
         return [placing]
 
     def _bound(self, placing: Placing) -> float:
-        """Return the least seconds until the ranks of all groups have computed."""
-        work = np.repeat(placing.seconds, placing.sizes)
+        """Return the least seconds of a step in which the ranks of all groups have computed.
+
+        Of a document that is cut, a rank computes rows in two kernel calls of a layer: those that
+        read its own keys, and those that read the keys of other ranks.
+        """
+        fixed = self._seconds_of_calls(2 if self._may_have_cuts(placing) else 1)
+        work = np.repeat(placing.seconds, placing.sizes) + fixed
         # A placing says nothing about the work of documents that fit in no group.
-        return max(self._costs.until_done(work, placing.slowest), self._even_share)
+        return max(self._costs.until_done(work, placing.slowest + fixed), self._even_share + fixed)
+
+    def _seconds_of_calls(self, kernel_calls: int) -> float:
+        """Return the seconds of a number of kernel calls in each layer on the fastest rank."""
+        return self._costs.calls(kernel_calls) * min(self._costs.slowness, default=1.0)
 
     def _even_placings(self) -> list[Placing]:
         """Return placings that compute more evenly than all placings in smaller groups."""
@@ -369,11 +378,12 @@ class _Search:
         Those that move nothing for balance come first.
         """
         placing = Placing.of_all(self._seconds, self._speeds)
+        bound = self._even_share + self._seconds_of_calls(1)
         tolerances = self._choices.tolerances
         if len(tolerances) > 1:
             tolerances = (UNBALANCED, *tolerances)
         return [
-            Candidate(placing, self._even_share, "as set", tolerance, (count,))
+            Candidate(placing, bound, "as set", tolerance, (count,))
             for tolerance in tolerances
             for count in self._choices.nano_batches
         ]

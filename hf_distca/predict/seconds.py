@@ -255,6 +255,18 @@ class StepCosts:
             self, kinds=kinds, backward_factor=0.0, head=self.head / 3, directions=("forward",)
         )
 
+    def calls(self, kernel_calls: int) -> float:
+        """Return the seconds of a step that its documents do not change.
+
+        Args:
+            kernel_calls: of each layer in each direction.
+        """
+        seconds = self.depth * self.launches * (1 + self.backward_factor)
+        for kind in self.kinds:
+            for direction in self.directions:
+                seconds += kind.layers * kernel_calls * kind.kernel(direction).call
+        return seconds
+
     def until_done(self, work: FloatArray | float, longest: float) -> float:
         """Return the seconds until all ranks are done.
 

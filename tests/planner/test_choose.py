@@ -13,6 +13,7 @@ from hf_distca.plan.stages import rows_by_stage
 from hf_distca.planner.choose import (
     Candidate,
     PlannedCandidate,
+    _Search,
     every_candidate,
     fastest_of,
 )
@@ -142,7 +143,7 @@ def test_ranks_that_share_cores_need_no_balance():
 
 
 def test_packed_documents_are_predicted_with_all_costs_of_the_kernel():
-    kernel = KernelCost(0.0, 1e-3, 2e-3, 1e-3, 1e-4, task=0.5)
+    kernel = KernelCost(0.3, 1e-3, 2e-3, 1e-3, 1e-4, task=0.5)
 
     def choice(lengths, kind=KIND, **changed):
         of_ranks = replace(
@@ -153,9 +154,8 @@ def test_packed_documents_are_predicted_with_all_costs_of_the_kernel():
         ).choice
 
     def seconds(keys, of_pairs):  # of two tasks
-        return (
-            3 * (1e-3 * 64 + 2e-3 * keys + 1e-3 * of_pairs + 1e-4 * 2 * 32**2 + 0.5 * 2) + 64 * 4e-4
-        )
+        call = 0.3 + 1e-3 * 64 + 2e-3 * keys + 1e-3 * of_pairs + 1e-4 * 2 * 32**2 + 0.5 * 2
+        return 3 * call + 64 * 4e-4
 
     even = choice([32] * 4)
     assert even.packed_seconds == pytest.approx(even.seconds)
@@ -333,9 +333,27 @@ def test_candidates_are_planned_until_none_can_be_faster(bounds_and_seconds, fas
 )
 def test_no_plan_is_faster_than_its_bound(slowness, lengths):
     settings = PlanSettings(8, 64, (KIND,), ranks_per_node=2, balance_block_size=4)
-    choices = Choices(replace(costs(FREE, SLOW), slowness=slowness))
+    kinds = (KindCosts(KIND, 1, KernelCost(0.02, 0, 0, 1e-3), KernelCost(0.03, 0, 0, 2e-3)),)
+    choices = Choices(replace(costs(FREE, SLOW), kinds=kinds, launches=0.01, slowness=slowness))
     for planned in every_candidate(np.array(lengths), settings, choices):
         assert planned.candidate.bound <= planned.seconds * (1 + 1e-9)
+
+
+def test_whole_documents_that_are_nearly_even_are_planned_alone(monkeypatch):
+    """A cut document would take a second kernel call in each layer."""
+    searched_settings = PlanSettings(2, 64, (KIND,), balance_block_size=4)
+    kinds = (KindCosts(KIND, 1, KernelCost(0.1, 0, 0, 1e-3), KernelCost(0.1, 0, 0, 2e-3)),)
+    choices = Choices(replace(costs(FREE, FREE), kinds=kinds))
+    planned = []
+    plan_candidate = _Search.planned
+
+    def noted(search, candidate):
+        planned.append(candidate)
+        return plan_candidate(search, candidate)
+
+    monkeypatch.setattr(_Search, "planned", noted)
+    plan_micro_batch([20, 19, 19, 18], replace(searched_settings, choices=choices))
+    assert [candidate.placing.sizes for candidate in planned] == [(1, 1)]
 
 
 def test_long_documents_are_divided_evenly_where_that_is_faster():

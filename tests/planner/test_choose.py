@@ -341,8 +341,8 @@ def test_no_plan_is_faster_than_its_bound(slowness, lengths):
 
 def test_whole_documents_that_are_nearly_even_are_planned_alone(monkeypatch):
     """A cut document would take a second kernel call in each layer."""
-    searched_settings = PlanSettings(2, 64, (KIND,), balance_block_size=4)
-    kinds = (KindCosts(KIND, 1, KernelCost(0.1, 0, 0, 1e-3), KernelCost(0.1, 0, 0, 2e-3)),)
+    settings = PlanSettings(2, 64, (KIND,), balance_block_size=4)
+    kinds = (KindCosts(KIND, 1, KernelCost(0.2, 0, 0, 1e-3), KernelCost(0.2, 0, 0, 2e-3)),)
     choices = Choices(replace(costs(FREE, FREE), kinds=kinds))
     planned = []
     plan_candidate = _Search.planned
@@ -352,7 +352,7 @@ def test_whole_documents_that_are_nearly_even_are_planned_alone(monkeypatch):
         return plan_candidate(search, candidate)
 
     monkeypatch.setattr(_Search, "planned", noted)
-    plan_micro_batch([20, 19, 19, 18], replace(searched_settings, choices=choices))
+    plan_micro_batch([24, 18, 18, 18], replace(settings, choices=choices))
     assert [candidate.placing.sizes for candidate in planned] == [(1, 1)]
 
 

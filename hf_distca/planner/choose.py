@@ -7,8 +7,9 @@
     │             less, larger groups compute more evenly. So a placing is dropped if smaller
     │             groups compute about as evenly.
     │  2. list    A candidate is a placing, a division of documents inside groups, a tolerance and
-    │             a number of nano-batches. Its bound is the time that the slowest group computes.
-    │             No plan of the candidate is faster.
+    │             a number of nano-batches. Its bound is the time that the slowest group computes,
+    │             with the kernel calls that it makes in any case: one of a layer, two if documents
+    │             are cut. No plan of the candidate is faster.
     │  3. search  Lowest bound first: make the plan, predict its step, keep the fastest. Stop when
     │             the next bound is not below the fastest step so far.
     │  4. finish  The fastest plan gets the number of stages that is predicted to be fastest.
@@ -83,7 +84,8 @@ class Candidate:
 
     Attributes:
         placing: documents of each group of ranks.
-        bound: seconds that the slowest group computes.
+        bound: seconds that the slowest group computes, with the kernel calls that it makes in any
+            case.
         division: how a group divides its documents over its ranks.
         tolerance: how far a rank's core attention may exceed the mean, as a fraction of the mean.
         nano_batches: numbers of nano-batches; the first that the documents allow is planned.

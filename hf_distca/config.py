@@ -12,6 +12,7 @@ from hf_distca.units import (
     AUTO,
     Bytes,
     BytesOrAuto,
+    RowsOrAuto,
     Servers,
     Switch,
     Tokens,
@@ -137,13 +138,17 @@ class DistCAConfig:
         "pass through the same loss, or for logits with gradients after the forward pass under "
         "FSDP2.",
     )
-    mlp_chunk_rows: int = setting(
-        0,
+    mlp_chunk_rows: RowsOrAuto = setting(
+        AUTO,
         "Compute the MLPs and norms of decoder layers over this many rows at a time, and again in "
         "the backward pass. The memory between an MLP's projections then does not grow with "
         "tokens_per_rank. Under gradient checkpointing, where the recomputation of a layer ends "
         "before its MLP, this takes no further forward pass of the MLPs; elsewhere it takes one. 0 "
-        "computes all rows at once; 4096 to 16384 keep a GPU busy. Experts are not changed.",
+        "computes all rows at once; 4096 to 16384 keep a GPU busy. Experts are not changed. "
+        "Gradients of weights are summed chunk by chunk, which rounds them more often: 'auto' "
+        "takes 8192 rows where training would not fit into a GPU otherwise, by the memory that a "
+        "trainer counts before training, with checkpoints on the host. 'auto' takes all rows at "
+        "once on CPUs and in custom loops.",
     )
     share_prefixes: bool = setting(
         True,

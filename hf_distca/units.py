@@ -58,6 +58,10 @@ def _read_bytes_or_auto(value: Any) -> int | Literal["auto"]:
     return AUTO if value == AUTO else _number(value, BYTES, f"{A_NUMBER_OF_BYTES}, or {AUTO!r}")
 
 
+def _read_rows_or_auto(value: Any) -> int | Literal["auto"]:
+    return AUTO if value == AUTO else _number(value, {"": 1}, f"a number of rows or {AUTO!r}")
+
+
 def _read_servers(value: Any) -> int | Literal["external"]:
     if value == EXTERNAL:
         return EXTERNAL
@@ -107,6 +111,7 @@ _READERS: list[Any] = [
     read_tokens,
     _read_bytes,
     _read_bytes_or_auto,
+    _read_rows_or_auto,
     _read_servers,
     _read_tolerance,
     _read_switch,
@@ -125,10 +130,12 @@ if TYPE_CHECKING:
     Tokens = Read[int, int | str]
     Bytes = Read[int, int | str]
     BytesOrAuto = Read[int | Literal["auto"], int | str]
+    RowsOrAuto = Read[int | Literal["auto"], int | str]
     Servers = Read[int | Literal["external"], int | str]
     Tolerance = Read[float | Literal["auto"], float | str]
     Switch = Read[bool | Literal["auto"], bool | str]
 else:
     # HfArgumentParser calls the type of a field with what is on the command line.
     Tokens, Bytes, Servers = read_tokens, _read_bytes, _read_servers
-    BytesOrAuto, Tolerance, Switch = _read_bytes_or_auto, _read_tolerance, _read_switch
+    BytesOrAuto, RowsOrAuto = _read_bytes_or_auto, _read_rows_or_auto
+    Tolerance, Switch = _read_tolerance, _read_switch

@@ -729,7 +729,7 @@ SETTINGS: dict[str, tuple[Any, ...]] = {
     "attention_servers must be 0 (all processes train) or more, got -1": (-1, "-1"),
     "balance_block_size must be positive, got 0": (0,),
     "balance_block_size must be a whole number, got …": (128.5, "128", None, True),
-    "mlp_chunk_rows must be a whole number, got …": (1.5, "16"),
+    "mlp_chunk_rows must be a number of rows or 'auto', got …": (1.5, None, "16k", "many"),
     "exchange_timeout must be a finite number, got …": ("60", None, True, inf, nan),
     "keep_received must be true or false, got …": ("no", "false", None, 1),
     "device_profile must be text, got …": (3, True),
@@ -1020,7 +1020,7 @@ OF_RANK_1: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
         lambda: {"device_profile": "h100"},
         differs("device_profile", None, "h100"),
     ),
-    "mlp_chunk_rows": (lambda: {"mlp_chunk_rows": 16}, differs("mlp_chunk_rows", 0, 16)),
+    "mlp_chunk_rows": (lambda: {"mlp_chunk_rows": 16}, differs("mlp_chunk_rows", "auto", 16)),
     "seed": (lambda: {"seed": 2}, differs("seed", 1, 2)),
     "another attention": (
         lambda: {"model": small_model(implementation="sdpa")},

@@ -8,6 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from hf_distca.plan import ATTENTION_NAME
+from hf_distca.units import AUTO
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -63,6 +64,6 @@ def prepare_model(
     plan_rotary(model)  # before the layers, which may own rotary embeddings
     if ping_pong or mixing_layers(model):
         plan_layers(model)
-    if config.mlp_chunk_rows:
+    if config.mlp_chunk_rows not in (0, AUTO):
         chunk_layers(model, config.mlp_chunk_rows)
     plan_head(model, config.loss_chunk_bytes, memory)

@@ -33,7 +33,8 @@ from hf_distca.patches.prepare import prepare_model
 from hf_distca.refusal import check
 from hf_distca.trainer import parallel
 from hf_distca.trainer.costs import choices_of
-from hf_distca.trainer.memory import checkpointing_of, log_memory, sharing_of, warn_of_memory
+from hf_distca.trainer.fitting import fit_into_memory
+from hf_distca.trainer.memory import checkpointing_of
 from hf_distca.trainer.offload import offload_activations
 from hf_distca.trainer.refusals import DISPATCHED, NOT_CONNECTED, Run, check_trainer
 from hf_distca.trainer.resuming import check_agreement
@@ -215,7 +216,8 @@ def gathers_whole_layers(
 
     Without changes to its layers, a model gathers the weights of one module at a time.
     """
-    divided = dispatcher.settings.ping_pong or config.mlp_chunk_rows or mixing_layers(model)
+    in_chunks = config.mlp_chunk_rows not in (0, AUTO)
+    divided = dispatcher.settings.ping_pong or in_chunks or mixing_layers(model)
     return bool(divided) and parallel.gathers_parameters(accelerator)
 
 
@@ -237,10 +239,11 @@ def prepare_trainer(trainer: Trainer, *, packs: bool) -> Dispatcher:
         parallel.keep_loss_in_float32(accelerator)
     if args.process_index == 0:
         warn_of_kernels(model, args.device)
-    if not packs and args.ping_pong == AUTO and parallel.gathers_parameters(accelerator):
+    if not packs and parallel.gathers_parameters(accelerator):
         # ZeRO-3 reduces the gradients of whole layers once in a backward, and a padded batch may be
         # several micro-batches.
-        args.ping_pong = False
+        args.ping_pong = False if args.ping_pong == AUTO else args.ping_pong
+        args.mlp_chunk_rows = 0 if args.mlp_chunk_rows == AUTO else args.mlp_chunk_rows
     dispatcher = make_dispatcher(
         model,
         args,
@@ -250,38 +253,12 @@ def prepare_trainer(trainer: Trainer, *, packs: bool) -> Dispatcher:
         checkpointing=checkpointing_of(args, accelerator) is not None,
         folder=Path(str(args.output_dir)),
     )
+    if args.device.type == "cuda":  # the memory of other devices is unknown
+        fit_into_memory(model, args, dispatcher, accelerator)
     if parallel.gathers_parameters(accelerator):
         layers = (
             plan_layers(model) if gathers_whole_layers(model, args, dispatcher, accelerator) else []
         )
         parallel.gather_whole_layers(model, [*layers, *adapted_heads(model)])
     check_agreement(args, dispatcher)
-    if args.device.type == "cuda":  # the memory of other devices is unknown
-        _fit_into_memory(model, args, dispatcher, accelerator)
     return dispatcher
-
-
-def _fit_into_memory(
-    model: PreTrainedModel, args: Any, dispatcher: Dispatcher, accelerator: Accelerator
-) -> None:
-    """Count the memory of training on a GPU, and let checkpoints that do not fit go to the host.
-
-    A collective of the world.
-    """
-    taken = None
-    if dispatcher.groups.rank == 0:
-        memory = torch.cuda.get_device_properties(dispatcher.device).total_memory
-        taken = log_memory(model, dispatcher, args, accelerator, memory)
-    if args.offload_activations == AUTO:
-        strategy, _ = sharing_of(accelerator, model, dispatcher.groups.ranks)
-        offload_activations(
-            model,
-            args,
-            dispatcher,
-            checkpointing=checkpointing_of(args, accelerator) is not None,
-            excess=0 if taken is None else taken.excess,
-            # Other strategies cast the weights, and with them the hidden state.
-            hidden_bytes=None if strategy == "ddp" else dispatcher.settings.bytes_per_value,
-        )
-    if taken is not None:
-        warn_of_memory(taken, 0 if dispatcher.offload is None else dispatcher.offload.host.limit)

@@ -26,6 +26,8 @@ CGROUP = Path("/sys/fs/cgroup")
 LAYER_TENSORS = 8
 """Tensors that a layer's checkpoint keeps, at most: its input, and O and log-sum-exp of two
 nano-batches."""
+REMAINDERS = LAYER_TENSORS * CHUNK_BYTES
+"""Most bytes of host memory that a layer's checkpoint leaves empty, at the ends of its tensors."""
 
 
 class RankNeeds(NamedTuple):
@@ -39,7 +41,7 @@ class RankNeeds(NamedTuple):
     @property
     def host_bytes(self) -> int:
         """Bytes of host memory for a layer: a tensor's last chunk has a remainder."""
-        return self.layer_bytes + LAYER_TENSORS * CHUNK_BYTES
+        return self.layer_bytes + REMAINDERS
 
 
 def offload_activations(
@@ -127,6 +129,11 @@ def chosen_layers(of_ranks: list[RankNeeds], most: int, asked: bool | str) -> in
         logger.warning("%s", error)
         layers = fitting
     return layers
+
+
+def offloaded_bytes(offload: ActivationOffload | None) -> int:
+    """Return the bytes of a device that checkpoints on the host free, but for rounding."""
+    return 0 if offload is None else offload.host.limit - offload.layers * REMAINDERS
 
 
 def available_host_memory(cgroup: Path = CGROUP) -> int:

@@ -29,6 +29,7 @@ from hf_distca.models.refusals import check_is_model, check_loss, check_reentran
 from hf_distca.models.tensor_parallel import is_divided_at_load
 from hf_distca.refusal import Refusal, Rule, check
 from hf_distca.trainer.parallel import DDP, asked_for, launched_processes, trained_towers
+from hf_distca.units import AUTO
 
 PADDING = (DataCollatorForLanguageModeling, DataCollatorForSeq2Seq, DataCollatorWithPadding)
 """Collators of transformers that pad rows to one length."""
@@ -65,6 +66,12 @@ def _liger_kernels(args: Any) -> dict[str, bool]:
     return args.liger_kernel_config or {}
 
 
+def liger_replaces_mlps(args: Any) -> bool:
+    """Return whether Liger's kernels compute the MLPs of a model."""
+    kernels = [_liger_kernels(args).get(name, True) for name in ("swiglu", "geglu")]
+    return bool(args.use_liger_kernel) and any(kernels)
+
+
 CONVERTED = (
     "evaluate() would round the weights themselves, which are then trained on and saved; bf16=True "
     "evaluates in bfloat16 without that"
@@ -97,11 +104,7 @@ ARGUMENTS: tuple[Rule, ...] = (
         "mlp_chunk_rows={0.mlp_chunk_rows} is set with use_liger_kernel=True",
         "it would have no effect: Liger replaces the MLPs that are computed in chunks",
         "set mlp_chunk_rows=0, or liger_kernel_config={{'swiglu': False, 'geglu': False}}",
-        lambda args: (
-            args.use_liger_kernel
-            and args.mlp_chunk_rows
-            and any(_liger_kernels(args).get(name, True) for name in ("swiglu", "geglu"))
-        ),
+        lambda args: args.mlp_chunk_rows not in (0, AUTO) and liger_replaces_mlps(args),
     ),
 )
 """Arguments that no trainer can follow, checked when they are made."""

@@ -20,7 +20,7 @@ from hf_distca.models.refusals import ADAPTERS, ALORA, PROMPT_LEARNING, Models
 from hf_distca.refusal import Refusal
 from hf_distca.trainer import refusals
 from hf_distca.trainer.metrics import METRICS, PREFIX
-from hf_distca.units import Bytes, BytesOrAuto, Servers, Switch, Tokens, Tolerance
+from hf_distca.units import Bytes, BytesOrAuto, RowsOrAuto, Servers, Switch, Tokens, Tolerance
 
 FOLDER = Path(__file__).parents[2] / "docs" / "reference"
 PAGES = ("settings.md", "metrics.md", "cli.md", "refusals.md")
@@ -47,6 +47,7 @@ TYPES: dict[Any, str] = {
     Tokens: 'integer, or text such as `"32k"`',
     Bytes: 'integer, or text such as `"128MiB"`',
     BytesOrAuto: 'integer, text such as `"128MiB"`, or `"auto"`',
+    RowsOrAuto: 'integer, or `"auto"`',
     Servers: 'integer, or `"external"`',
     Tolerance: 'number, or `"auto"`',
     Switch: '`True`, `False` or `"auto"`',

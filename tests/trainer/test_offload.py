@@ -1,20 +1,20 @@
 """How many layers' checkpoints go to the host, and refusals before training."""
 
-import logging
 from functools import partial
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 
 from hf_distca import DistCAConfig
 from hf_distca.refusal import RefusedError
-from hf_distca.trainer import assembly, offload
+from hf_distca.trainer import fitting, offload
 from hf_distca.trainer.assembly import make_dispatcher
 from hf_distca.trainer.memory import CountedMemory
 from hf_distca.trainer.offload import RankNeeds, available_host_memory, chosen_layers
 from hf_distca.trainer.refusals import Run
+from tests.logged import Messages
 from tests.models_and_batches import small_model
 from tests.refused import refused
 
@@ -87,24 +87,106 @@ def test_ranks_refuse_together(rank_pools):
         raise ValueError(_refused(False))
 
 
-@pytest.mark.parametrize(
-    ("asked", "excess", "strategy", "layers"),
-    [("auto", 0, "NO", 0), ("auto", 1, "NO", 1), ("auto", 70_000, "NO", 2), (False, 1, "NO", 0)],
-)
-def test_a_gpu_whose_memory_is_too_small(monkeypatch, caplog, asked, excess, strategy, layers):
+LAYER = 256 * (32 * 4 + 4 * (8 * 4 + 4))
+"""Bytes of a layer's checkpoint: of a row 32 numbers of the input, and of each of 4 heads 8 of core
+attention and a log-sum-exp."""
+CHUNK_ROWS = 128
+
+
+class Fitted(NamedTuple):
+    """What a trainer changed because a GPU's memory is too small."""
+
+    layers: int  # whose checkpoints go to the host
+    chunked: list[str]  # modules of a layer
+    chunk_rows: int | str  # the setting afterwards
+    warnings: list[str]
+
+
+def fitted(
+    excess: int, *, still: int = 0, experts: bool = False, liger: bool = False, **settings: Any
+) -> Fitted:
+    """Fit a model of five layers into a GPU whose memory is too small by some bytes.
+
+    Args:
+        still: bytes by which it is too small where MLPs run in chunks.
+    """
     model: Any = small_model(num_hidden_layers=5)
-    config: Any = DistCAConfig(tokens_per_rank=256, offload_activations=asked)
+    layer = model.model.layers[0]
+    if experts:
+        for each in model.model.layers:
+            each.mlp = torch.nn.Identity()
+    config: Any = DistCAConfig(**{"tokens_per_rank": 256, **settings})
+    config.use_liger_kernel, config.liger_kernel_config = liger, None
     dispatcher = make_dispatcher(model, config, CPU, checkpointing=True)
-    # A row of a checkpoint has 32 * 4 bytes of the input, and 4 * (8 * 4 + 4) of core attention: a
-    # layer has 69,632 bytes.
-    taken = CountedMemory(256, 95 * 10**7 + excess, 10**9, "weights 1.0")
-    monkeypatch.setattr(assembly, "log_memory", lambda *_: taken)
-    monkeypatch.setattr(assembly, "checkpointing_of", lambda *_: {})
-    memory = SimpleNamespace(total_memory=0)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: memory)
-    accelerator = SimpleNamespace(parallelism_config=None, distributed_type=strategy)
-    with caplog.at_level(logging.INFO, "hf_distca.trainer"):
-        assembly._fit_into_memory(model, config, dispatcher, accelerator)
-    assert (dispatcher.offload.layers if dispatcher.offload else 0) == layers
-    warned = [record for record in caplog.records if "will not fit" in record.message]
-    assert bool(warned) is (asked is False)
+
+    def count(*_: Any) -> CountedMemory:
+        missing = still if "chunk_rows" in vars(layer.mlp) else excess
+        return CountedMemory(256, 95 * 10**7 + missing, 10**9, "weights 1.0")
+
+    accelerator: Any = SimpleNamespace(parallelism_config=None, distributed_type="NO")
+    messages = Messages("hf_distca.trainer")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fitting, "CHUNK_ROWS", CHUNK_ROWS)
+        patch.setattr(fitting, "log_memory", count)
+        patch.setattr(fitting, "checkpointing_of", lambda *_: {})
+        memory = SimpleNamespace(total_memory=0)
+        patch.setattr(torch.cuda, "get_device_properties", lambda _: memory)
+        fitting.fit_into_memory(model, config, dispatcher, accelerator)
+    messages.end()
+    return Fitted(
+        dispatcher.offload.layers if dispatcher.offload else 0,
+        [name for name, module in layer.named_children() if "chunk_rows" in vars(module)],
+        config.mlp_chunk_rows,
+        [line for line in messages.lines if line.startswith("WARNING")],
+    )
+
+
+@pytest.mark.parametrize(
+    ("asked", "excess", "layers"),
+    [("auto", 0, 0), ("auto", 1, 1), ("auto", LAYER + 1, 2), (False, 1, 0)],
+)
+def test_a_gpu_whose_memory_is_too_small(asked, excess, layers):
+    found = fitted(excess, offload_activations=asked, mlp_chunk_rows=0)
+    assert found.layers == layers
+    assert found.chunked == []
+    assert [" will not fit: " in warning for warning in found.warnings] == [True] * (asked is False)
+
+
+MODULES = ["mlp", "input_layernorm", "post_attention_layernorm"]
+
+
+def test_mlps_run_in_chunks_where_checkpoints_on_the_host_are_not_enough():
+    found = fitted(10**9)
+    assert found.layers == 3
+    assert found.chunked == MODULES
+    assert found.chunk_rows == CHUNK_ROWS
+    (warning,) = found.warnings
+    assert "so MLPs and norms run over 128 rows at a time" in warning
+
+
+def test_a_model_that_does_not_fit_in_chunks_either():
+    warnings = fitted(10**9, still=10**9).warnings
+    assert " will not fit: " in warnings[-1]
+
+
+@pytest.mark.parametrize(
+    ("excess", "changes"),
+    [
+        (LAYER, {}),  # a checkpoint on the host is enough
+        (10**9, {"mlp_chunk_rows": 0}),
+        (10**9, {"tokens_per_rank": CHUNK_ROWS}),
+        (10**9, {"experts": True}),
+        (10**9, {"liger": True}),
+    ],
+    ids=["fits", "asked", "few rows", "experts", "liger"],
+)
+def test_mlps_compute_all_rows_at_once(excess, changes):
+    found = fitted(excess, **changes)
+    assert found.chunked == []
+    assert found.chunk_rows == changes.get("mlp_chunk_rows", "auto")
+
+
+def test_ranks_choose_chunks_together(rank_pools):
+    """Only the first of them counts."""
+    for found in rank_pools[2].run(partial(fitted, 10**9)):
+        assert found.chunked == MODULES

@@ -14,6 +14,7 @@ recomputation ends before the MLP, and a chunk runs twice, as rows of a whole ML
 import logging
 from collections.abc import Callable
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -53,7 +54,8 @@ def chunk_layers(model: nn.Module, rows: int) -> None:
     left: dict[str, None] = {}
     divided = 0
     layers = decoder_layers(model)
-    for module in (child for layer in layers for child in layer.children()):
+    children = chain.from_iterable(layer.children() for layer in layers)
+    for module in children:
         cls = type(module)
         if not cls.__name__.endswith(("MLP", "MoE", "MoeBlock", "FeedForward")):
             continue
@@ -74,7 +76,8 @@ def chunk_layers(model: nn.Module, rows: int) -> None:
         )
     if left:
         logger.warning("mlp_chunk_rows does not apply to some MLPs: %s", reasons)
-    for module in (inner for layer in layers for inner in layer.modules()):
+    modules = chain.from_iterable(layer.modules() for layer in layers)
+    for module in modules:
         if type(module).__name__.endswith(NORMS) and "forward" not in vars(module):
             divide(module, _ChunkedNorm)
 

@@ -17,8 +17,8 @@ from harness import options_parser, print_json, table
 from transformers import LlamaConfig, Qwen3Config
 
 from hf_distca.config import DistCAConfig
+from hf_distca.memory import Strategy
 from hf_distca.memory.counter import MemoryCounter, Training
-from hf_distca.memory.model_state import Strategy
 from hf_distca.models.fake import model_of_config
 from hf_distca.models.kinds import layers_by_kind
 from hf_distca.models.refusals import check_model

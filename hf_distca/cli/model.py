@@ -2,6 +2,7 @@
 
 import argparse
 from collections.abc import Mapping
+from itertools import product
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -10,9 +11,9 @@ from transformers import AutoConfig, LlamaConfig, PreTrainedConfig, PreTrainedMo
 
 from hf_distca.cli.names import no_config
 from hf_distca.cli.options import GB, config_of
+from hf_distca.memory import STRATEGIES
 from hf_distca.memory.counter import MEMORY, MemoryCounter, Training
 from hf_distca.memory.live import Part
-from hf_distca.memory.model_state import STRATEGIES
 from hf_distca.models.fake import model_of_config
 from hf_distca.models.refusals import check_model
 from hf_distca.models.shape import mixing_shape
@@ -128,12 +129,16 @@ def memory_of(
     settings: PlanSettings,
     options: argparse.Namespace,
 ) -> dict[str, Any]:
-    """Return bytes on a rank by strategy and checkpointing, and the longest rows that fit."""
+    """Return bytes on a rank by strategy and checkpointing, and the longest rows that fit.
+
+    The strategies are those that the options ask for.
+    """
     device = MEMORY if options.device_memory is None else int(options.device_memory * GB)
     memory = MemoryCounter(model, settings, config_of(options), by_config=True, memory=device)
     figures: dict[str, Any] = {}
     counted_cases = list(CASES)[1:] if options.offload else list(CASES)[:-1]
-    cases = [(strategy, name) for strategy in STRATEGIES for name in counted_cases]
+    strategies = STRATEGIES if options.strategy is None else (options.strategy,)
+    cases = list(product(strategies, counted_cases))
     for strategy, name in terminal_bar(cases, "Counting memory"):
         _, checkpointing, offload = CASES[name]
         training = Training(strategy, options.dtype != "float32", checkpointing, offload=offload)
@@ -142,7 +147,7 @@ def memory_of(
         if offload:
             case["host"] = counted.host
         if options.device_memory is not None:
-            case["longest_tokens_per_rank"] = memory.longest(device, training)
+            case["longest_tokens_per_rank"] = memory.longest(device, training, counted)
         figures.setdefault(strategy, counted.state._asdict())[name] = case
     return figures
 

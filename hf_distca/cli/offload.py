@@ -34,9 +34,6 @@ def offload_of(
     Args:
         profile: costs of the device, see `DeviceProfile.load`.
         memory: what `hf_distca.cli.model.memory_of` returns.
-
-    Raises:
-        ValueError: there is no such profile.
     """
     costs = Setup(
         model_shape(model),

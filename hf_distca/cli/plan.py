@@ -28,6 +28,7 @@ from hf_distca.cli.options import (
 from hf_distca.cli.sources import SOURCES, documents_of, one_micro_batch
 from hf_distca.config import DistCAConfig
 from hf_distca.kernel_names import KERNEL_NAMES
+from hf_distca.memory import STRATEGIES
 from hf_distca.plan import AttentionKind, MicroBatchPlan
 from hf_distca.plan.cost import as_lengths
 from hf_distca.plan.metrics import bytes_by_link, exchange_figures, loads_of
@@ -37,6 +38,7 @@ from hf_distca.planner.build import loads_as_packed
 from hf_distca.planner.layout import check_capacity
 from hf_distca.planner.micro_batch import plan_micro_batch, plan_placed
 from hf_distca.planner.settings import PlanSettings
+from hf_distca.predict.profile import DeviceProfile
 from hf_distca.sim.lengths import histogram
 from hf_distca.sim.report import plan_report
 
@@ -113,6 +115,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add_settings(
         parser, "keep_core_attention", "keep_received", "loss_chunk_bytes", "mlp_chunk_rows"
     )
+    strategy_help = "count one strategy only, which is faster, with --model (default: all)"
+    add("--strategy", choices=STRATEGIES, help=strategy_help)
     device_help = "memory of a device: show the longest rows that fit, with --model"
     add("--device-memory", type=gigabytes, metavar="GB", help=device_help)
     add(
@@ -197,10 +201,7 @@ def _figures_of_model(
     if options.offload:
         from hf_distca.cli.offload import offload_of
 
-        try:
-            figures["offload"] = offload_of(model, plan, settings, options.profile, memory)
-        except ValueError as error:
-            raise InputError(str(error)) from error
+        figures["offload"] = offload_of(model, plan, settings, options.profile, memory)
     return figures, memory_rows(memory, options.device_memory)
 
 
@@ -215,6 +216,10 @@ def _check_model_options(options: argparse.Namespace) -> None:
             raise InputError(
                 "--offload moves checkpoints of a model, but no model is given; add --model"
             )
+        if options.strategy is not None:
+            raise InputError(
+                "--strategy counts the memory of a model, but no model is given; add --model"
+            )
         return
     for name in (*HEADS, "window"):
         if getattr(options, name) is not None:
@@ -226,6 +231,11 @@ def _check_model_options(options: argparse.Namespace) -> None:
         raise InputError(
             "memory with --model is counted in bfloat16 or float32 only; set --dtype to one of them"
         )
+    if options.offload:
+        try:
+            DeviceProfile.load(options.profile)
+        except ValueError as error:
+            raise InputError(str(error)) from error
     check_model(options.model)
 
 

@@ -9,9 +9,10 @@ from torch import nn
 from transformers import PreTrainedConfig
 
 from hf_distca.config import DistCAConfig
+from hf_distca.memory import Strategy
 from hf_distca.memory.live import Part
-from hf_distca.memory.micro_batch import Use, busiest_rank, count_micro_batch
-from hf_distca.memory.model_state import ModelState, Strategy, model_state, parameter_bytes
+from hf_distca.memory.micro_batch import Peaks, Use, busiest_rank, count_peaks
+from hf_distca.memory.model_state import ModelState, model_state, parameter_bytes
 from hf_distca.models.decoder import base_model
 from hf_distca.models.fake import model_after, model_of_config, repeated_layers, with_layers
 from hf_distca.models.tensor_parallel import config_on_a_rank, is_divided_at_load
@@ -86,7 +87,7 @@ class MemoryCounter:
             memory,
         )
         self._longest: dict[int, MicroBatchPlan] = {}  # by tokens of a rank
-        self._counted: dict[Any, tuple[MicroBatchPlan, dict[Part, int]]] = {}
+        self._counted: dict[Any, tuple[MicroBatchPlan, Peaks]] = {}
         self._states: dict[
             tuple[Strategy, int, bool], ModelState
         ] = {}  # by strategy, shards, mixed
@@ -109,26 +110,32 @@ class MemoryCounter:
             rank,
             training.mixed,
             autocasts,
-            repr((training.checkpointing, training.liger, accumulates, training.offload)),
+            repr((training.checkpointing, training.liger, accumulates)),
         )
         if key not in self._counted:
             counted = self._count(plan, training, rank, accumulates=accumulates)
-            counted.pop("weights", None)  # the state has them
             self._counted[key] = plan, counted  # keeping the plan keeps its id unique
-        parts = dict(self._counted[key][1])
-        at_peak, host = parts.pop("gradients", 0), parts.pop("host", 0)
+        peaks = self._counted[key][1]
+        parts = dict(peaks.offloaded if training.offload else peaks.on_device)
+        parts.pop("weights", None)  # the state has them
+        at_peak = parts.pop("gradients", 0)
+        host = parts.pop("host", 0)
         if not accumulates:  # some gradients are not made yet at the peak, or all of them
             missing = parameter_bytes(self._model, trained=True) - at_peak
             state = state._replace(gradients=state.gradients - missing)
         return RankMemory(state, parts, host)
 
-    def longest(self, available: int, training: Training) -> int:
+    def longest(self, available: int, training: Training, counted: RankMemory | None = None) -> int:
         """Return the most tokens per rank that fit into the available bytes; 0 if none do.
 
         The number is a multiple of STEP.
 
         Memory of `longest_documents` is counted at STEP times powers of two and interpolated
         linearly between the largest that fits and the next one.
+
+        Args:
+            counted: memory of some full micro-batch under the training, which tells what to count
+                first.
         """
         state = sum(self._state_of(training))
         if state > available:
@@ -140,17 +147,22 @@ class MemoryCounter:
                 self._longest[tokens] = plan_micro_batch(longest_documents(settings), settings)
             return self.count(self._longest[tokens], training).total
 
-        low, high, tokens = 0, 2 * MOST, FIRST  # `low` fits and `high` does not
+        def predicted(tokens: int, total: int) -> int:
+            """Return a number worth a count, on a line through the state and a count."""
+            fitting = max(tokens * (available - state) // (total - state), STEP)
+            return STEP << int(fitting // STEP).bit_length() - 1
+
+        low, high = 0, 2 * MOST  # the first fits and the second does not
+        tokens = FIRST
+        if counted is not None:
+            tokens = min(predicted(self._settings.tokens_per_rank, counted.total), MOST)
         while 2 * max(low, STEP // 2) < high:
             total = needed(tokens)
             if total <= available:
                 low = tokens
             else:
                 high = tokens
-            # A line through the state and this count predicts the next number worth a count.
-            fitting = max(tokens * (available - state) // (total - state), STEP)
-            predicted = STEP << int(fitting // STEP).bit_length() - 1
-            tokens = min(max(predicted, 2 * low), high // 2)
+            tokens = min(max(predicted(tokens, total), 2 * low), high // 2)
         if low == 0 or high > MOST:
             return low
         slope = (needed(high) - needed(low)) / (high - low)
@@ -170,7 +182,7 @@ class MemoryCounter:
 
     def _count(
         self, plan: MicroBatchPlan, training: Training, rank: int, *, accumulates: bool
-    ) -> dict[Part, int]:
+    ) -> Peaks:
         """Return peak bytes by part of a micro-batch."""
         model, options, kernel = self._model, self._options, self._settings.kernel
         computed, is_ddp = (
@@ -186,17 +198,16 @@ class MemoryCounter:
             options.keep_core_attention,
             training.liger,
             accumulates,
-            training.offload,
         )
 
         def of_config(
             config: PreTrainedConfig, dtype: torch.dtype, depth: int | None = None
-        ) -> dict[Part, int]:
+        ) -> Peaks:
             prepared = model_of_config(config, dtype)
             prepare_model(
                 prepared, options, ping_pong=self._settings.ping_pong, memory=self._memory
             )
-            return count_micro_batch(prepared, plan, rank, use, depth=depth)
+            return count_peaks(prepared, plan, rank, use, depth=depth)
 
         if not self._by_config:
             dtype = None if is_ddp else computed  # None for the model's own
@@ -205,7 +216,7 @@ class MemoryCounter:
             ):  # a copy would be divided too, and ask other ranks for their shares
                 base = base_model(model)
                 return of_config(config_on_a_rank(base), dtype or base.dtype)
-            return count_micro_batch(model_after(model, dtype), plan, rank, use)
+            return count_peaks(model_after(model, dtype), plan, rank, use)
         config, period, weights = (
             model.config,
             repeated_layers(model),

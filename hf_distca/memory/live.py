@@ -4,6 +4,7 @@ import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 import torch
@@ -43,20 +44,30 @@ class LiveMemory(TorchDispatchMode):
     Args:
         repetitions: how often a deeper model has the tensors again that are made while `repeats` is
             set. The peak is the deeper model's.
-        offloaded: how many times the host holds what repeated tensors of checkpoints take.
+        offloaded: how many times the host holds what repeated tensors of checkpoints take, where
+            checkpoints of layers are offloaded.
     """
 
     def __init__(self, repetitions: float = 0, offloaded: float = 0) -> None:
         super().__init__()
-        self.repetitions, self.offloaded = repetitions, offloaded
+        self.repetitions = repetitions
         self.part: Part = "activations"  # of the tensors that are made from now on
         self.repeats = False  # whether tensors made from now on are repeated
         self.layers_ended = False  # whether repeated tensors that are alive are kept
-        self.peak: Counter[Part] = Counter()  # bytes by part at the moment of the largest total
+        self._peaks = _Peak(), _Peak(offloaded)
         self._alive: dict[int, tuple[weakref.ref[Any], int, Part, bool]] = {}
         self._bytes: Counter[Part] = Counter()
         self._repeated: Counter[Part] = Counter()
-        self._most = 0.0  # bytes that decide when the peak is, at the peak
+
+    @property
+    def peak(self) -> Counter[Part]:
+        """Bytes by part at the moment of the largest total."""
+        return self._peaks[0].parts
+
+    @property
+    def offloaded_peak(self) -> Counter[Part]:
+        """Bytes by part at that moment, where checkpoints of layers are offloaded."""
+        return self._peaks[1].parts
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.prim.device.default:  # asked of fake tensors for most operators
@@ -88,7 +99,8 @@ class LiveMemory(TorchDispatchMode):
 
     def begin(self) -> None:
         """Reset the peak to what is alive."""
-        self._most = -1.0
+        for peak in self._peaks:
+            peak.most = -1.0
         self._note_peak()
 
     def _note(self, x: Tensor, part: Part) -> None:
@@ -113,20 +125,41 @@ class LiveMemory(TorchDispatchMode):
             self._repeated[part] += size
 
     def _note_peak(self) -> None:
-        """Take the bytes of this moment as those of the peak if they are the most."""
+        """Take the bytes of this moment as those of a peak if they are the most."""
         total: float = _bytes_of_peak(self._bytes)
-        if self.layers_ended:  # else some of the repeated tensors are temporary
-            total += self.repetitions * _bytes_of_peak(self._repeated)
-            total -= self.offloaded * sum(self._repeated[part] for part in OFFLOADED)
-        if total <= self._most:
-            return
-        self._most = total
-        self.peak = self._bytes.copy()
-        for part, size in self._repeated.items() if self.layers_ended else ():
-            moved = self.offloaded * size if part in OFFLOADED else 0
-            self.peak[part] += round(self.repetitions * size - moved)
+        # Before the layers end, some of the repeated tensors are temporary.
+        repeated = self._repeated if self.layers_ended else Counter[Part]()
+        total += self.repetitions * _bytes_of_peak(repeated)
+        checkpoints = sum(repeated[part] for part in OFFLOADED)
+        for peak in self._peaks:
+            if total - peak.offloaded * checkpoints > peak.most:
+                peak.most = total - peak.offloaded * checkpoints
+                peak.parts = self._parts(repeated, peak.offloaded)
+
+    def _parts(self, repeated: Counter[Part], offloaded: float) -> Counter[Part]:
+        """Return the bytes by part of this moment."""
+        parts = self._bytes.copy()
+        for part, size in repeated.items():
+            moved = offloaded * size if part in OFFLOADED else 0
+            parts[part] += round(self.repetitions * size - moved)
             if moved:
-                self.peak["host"] += round(moved)
+                parts["host"] += round(moved)
+        return parts
+
+
+@dataclass
+class _Peak:
+    """Moment of the largest total.
+
+    Attributes:
+        offloaded: how many times the host holds what repeated tensors of checkpoints take.
+        most: bytes that decide when the peak is, at the peak.
+        parts: bytes by part.
+    """
+
+    offloaded: float = 0
+    most: float = 0
+    parts: Counter[Part] = field(default_factory=Counter)
 
 
 def _bytes_of_peak(sizes: Counter[Part]) -> int:

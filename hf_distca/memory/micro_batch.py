@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import numpy as np
@@ -75,7 +75,13 @@ class Use:
         None  # transformers' `liger_kernel_config`; None without Liger's kernels
     )
     accumulates: bool = True  # gradients of earlier micro-batches exist
-    offload: bool = False  # what checkpoints of layers keep is on the host, see `offloaded_layers`
+
+
+class Peaks(NamedTuple):
+    """Bytes by part at the peak of a micro-batch."""
+
+    on_device: dict[Part, int]
+    offloaded: dict[Part, int]  # where checkpoints of layers are offloaded, see `offloaded_layers`
 
 
 def busiest_rank(plan: MicroBatchPlan, settings: PlanSettings) -> int:
@@ -91,6 +97,16 @@ def busiest_rank(plan: MicroBatchPlan, settings: PlanSettings) -> int:
 def count_micro_batch(
     model: nn.Module, plan: MicroBatchPlan, rank: int, use: Use, *, depth: int | None = None
 ) -> dict[Part, int]:
+    """Return peak bytes by part of a micro-batch whose checkpoints stay on the device.
+
+    See `count_peaks`.
+    """
+    return count_peaks(model, plan, rank, use, depth=depth).on_device
+
+
+def count_peaks(
+    model: nn.Module, plan: MicroBatchPlan, rank: int, use: Use, *, depth: int | None = None
+) -> Peaks:
     """Return peak bytes by part during the forward and backward of a micro-batch.
 
     Exchange buffers exist throughout, as after an earlier micro-batch. So do gradients where they
@@ -103,7 +119,7 @@ def count_micro_batch(
             again and again; None if these are all. The peak is that of the meant model.
     """
     layers = decoder_layers(model)
-    live = _live_memory(len(layers), depth or len(layers), use)
+    live = _live_memory(len(layers), depth or len(layers))
     live.belong([*model.parameters(), *model.buffers()], "weights")
     base = base_model(model)
     _checkpoint(base, use.checkpointing)
@@ -153,7 +169,7 @@ def count_micro_batch(
             hook.remove()
         for parameter in trained:
             parameter.grad = None
-    return parts_of_a_step(live, bound)
+    return Peaks(parts_of_a_step(live.peak, bound), parts_of_a_step(live.offloaded_peak, bound))
 
 
 def count_core_attention(
@@ -167,14 +183,13 @@ def count_core_attention(
     bound = bound_plan(plan, rank, use, live)
     with without_launches(), without_writes(), fake_tensors(), live:
         run_core_attention(bound, kind, dtype)
-    return parts_of_a_step(live, bound)
+    return parts_of_a_step(live.peak, bound)
 
 
-def _live_memory(layers: int, depth: int, use: Use) -> LiveMemory:
+def _live_memory(layers: int, depth: int) -> LiveMemory:
     """Return a count of `depth` layers by a model of fewer, whose first half is repeated."""
     half = max((layers + 1) // 2, 1)  # what has no layers is refused when it is run
-    offloaded = offloaded_layers(depth) / half if use.offload else 0.0
-    return LiveMemory((depth - layers) / half, offloaded)
+    return LiveMemory((depth - layers) / half, offloaded_layers(depth) / half)
 
 
 def _tell_halves(layers: Sequence[nn.Module], live: LiveMemory) -> list[RemovableHandle]:
@@ -192,9 +207,9 @@ def _tell_halves(layers: Sequence[nn.Module], live: LiveMemory) -> list[Removabl
     ]
 
 
-def parts_of_a_step(live: LiveMemory, bound: BoundPlan) -> dict[Part, int]:
+def parts_of_a_step(peak: Mapping[Part, int], bound: BoundPlan) -> dict[Part, int]:
     """Return the bytes by part at the peak; exchange buffers count as after the step."""
-    parts = dict(live.peak)
+    parts = dict(peak)
     if buffers := bound.runtime.exchange.size():
         parts["exchange buffers"] = buffers
     return parts

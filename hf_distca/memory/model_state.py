@@ -1,14 +1,12 @@
 """Memory of weights, gradients and an optimizer with two moments (Adam) on a rank, by strategy."""
 
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from torch import nn
 
+from hf_distca.memory import Strategy
 from hf_distca.models.decoder import decoder_layers
 from hf_distca.models.tensor_parallel import ranks_of_share
-
-Strategy = Literal["ddp", "fsdp2", "zero1", "zero2", "zero3"]
-STRATEGIES: tuple[Strategy, ...] = ("ddp", "fsdp2", "zero1", "zero2", "zero3")
 
 
 class ModelState(NamedTuple):

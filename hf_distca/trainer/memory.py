@@ -8,9 +8,9 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from hf_distca.dispatch.dispatcher import Dispatcher
+from hf_distca.memory import Strategy
 from hf_distca.memory.counter import MemoryCounter, Training, longest_documents
 from hf_distca.memory.launches import raised_in
-from hf_distca.memory.model_state import Strategy
 from hf_distca.models.checkpointing import CHECKPOINTING, checkpointing_options
 from hf_distca.models.decoder import base_model
 from hf_distca.models.tensor_parallel import is_divided_at_load

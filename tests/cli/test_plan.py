@@ -10,6 +10,7 @@ import hf_distca
 from hf_distca.cli.model import CASES, memory_rows, memory_table
 from hf_distca.cli.offload import offload_lines
 from hf_distca.collator import texts
+from hf_distca.memory.counter import MemoryCounter
 from hf_distca.planner.micro_batch import plan_micro_batch
 from tests.models_and_batches import small_model
 from tests.survey.tiny import tiny_config
@@ -158,6 +159,7 @@ def test_dumps_hold_documents_segments_and_tasks(command, dumped):
         ([1], ("--model", "/nowhere"), "no model config at '/nowhere'"),
         ([1], ("--device-memory", "80"), "no model is given; add --model"),
         ([1], ("--offload",), "--offload moves checkpoints of a model, but no model is given"),
+        ([1], ("--strategy", "ddp"), "--strategy counts the memory of a model, but no model is"),
         (
             [1],
             ("--model", "/nowhere", "--q-heads", "4"),
@@ -331,6 +333,7 @@ def test_offloaded_checkpoints_and_their_copies(command, run, tmp_path, monkeypa
     assert "offloaded under fsdp2" in shown
     assert "3 layers, 0.0 GB of host memory a rank" in shown
     assert "12.3 s on h200: core attention 0.0 s, waits for copies 0.5 s" in shown
+    monkeypatch.delattr(MemoryCounter, "count")  # refused before anything is counted
     status, _, error = run(*command([4096], 2, 2048, *options[:-1], "/nowhere"))
     assert status == 2
     assert "/nowhere" in error
@@ -338,11 +341,11 @@ def test_offloaded_checkpoints_and_their_copies(command, run, tmp_path, monkeypa
 
 def test_memory_follows_the_settings_that_are_given(command, figures, tmp_path, monkeypatch):
     small_model().config.save_pretrained(tmp_path)
-    monkeypatch.setattr("hf_distca.cli.model.STRATEGIES", ("ddp",))
     monkeypatch.delitem(CASES, "without_checkpointing")
     options = ["--model", str(tmp_path), "--dtype", "float32", "--no-keep-core-attention"]
-    memory = figures(*command([256], 2, 128, *options))["memory"]["ddp"]["with_checkpointing"]
-    assert "kept O" not in memory["parts"]
+    memory = figures(*command([256], 2, 128, *options, "--strategy", "ddp"))["memory"]
+    assert list(memory) == ["ddp"]
+    assert "kept O" not in memory["ddp"]["with_checkpointing"]["parts"]
 
 
 @pytest.mark.parametrize("model_type", ["llama4_text", "qwen3_next"])

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -406,16 +407,27 @@ def test_the_longest_rows_that_fit(monkeypatch, available, longest):
 
 
 @pytest.mark.parametrize(
-    ("per_token", "state", "sizes"),
+    ("per_token", "state", "known", "sizes"),
     [
-        (1, 1001, []),
-        (1000, 0, [8, 1]),
-        (0.4, 0, [8, 2, 4]),
-        (0.01, 0, [8, 64, 128]),
+        (1, 1001, None, []),
+        (1000, 0, None, [8, 1]),
+        (0.4, 0, None, [8, 2, 4]),
+        (0.01, 0, None, [8, 64, 128]),
+        (0.01, 0, 82, [64, 128]),
+        (0.01, 0, 9999, [1, 64, 128]),  # of a micro-batch that takes more
     ],
-    ids=["the state does not fit", "no rows fit", "fewer than the first", "on a line"],
+    ids=[
+        "the state does not fit",
+        "no rows fit",
+        "fewer than the first",
+        "on a line",
+        "on a known line",
+        "on another line",
+    ],
 )
-def test_few_sizes_are_counted_to_find_the_longest_rows(monkeypatch, per_token, state, sizes):
+def test_few_sizes_are_counted_to_find_the_longest_rows(
+    monkeypatch, per_token, state, known, sizes
+):
     memory = MemoryCounter(small_model(), PlanSettings(1, 8192, small_kinds()), DistCAConfig())
     counted_sizes = []
 
@@ -426,7 +438,8 @@ def test_few_sizes_are_counted_to_find_the_longest_rows(monkeypatch, per_token, 
 
     monkeypatch.setattr(memory, "count", count)
     monkeypatch.setattr(memory, "_state_of", lambda _: ModelState(state, 0, 0))
-    memory.longest(1000, None)
+    counted: Any = None if known is None else SimpleNamespace(total=known)
+    memory.longest(1000, None, counted)
     assert list(dict.fromkeys(counted_sizes)) == sizes
 
 

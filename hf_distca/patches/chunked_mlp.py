@@ -12,6 +12,7 @@ recomputation ends before the MLP, and a chunk runs twice, as rows of a whole ML
 """
 
 import logging
+import weakref
 from collections.abc import Callable
 from functools import partial
 from itertools import chain
@@ -171,14 +172,19 @@ class _Keep(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, kept: _KeptRows, x: Tensor) -> Tensor:
-        kept.node, ctx.kept = ctx, kept
+        kept.node = ctx
+        # A cycle of references would keep the graph of a recomputed layer, until Python collects
+        # garbage.
+        ctx.kept = weakref.ref(kept)
         ctx.save_for_backward(x)
         return x.view_as(x)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor]:
-        ctx.kept.chunks = ()  # all chunks have run, but nodes live until the whole backward ends
+        kept = ctx.kept()
+        if kept is not None:  # all chunks have run, but nodes live until the whole backward ends
+            kept.chunks = ()
         return None, grad
 
 

@@ -64,6 +64,7 @@ def prepare_model(
     plan_rotary(model)  # before the layers, which may own rotary embeddings
     if ping_pong or mixing_layers(model):
         plan_layers(model)
-    if config.mlp_chunk_rows not in (0, AUTO):
-        chunk_layers(model, config.mlp_chunk_rows)
+    chunk_rows = config.mlp_chunk_rows
+    if chunk_rows != AUTO and chunk_rows > 0:
+        chunk_layers(model, chunk_rows)
     plan_head(model, config.loss_chunk_bytes, memory)

@@ -1,5 +1,6 @@
 """Decoder MLPs over chunks of rows: the same results, and less memory."""
 
+import gc
 import logging
 
 import pytest
@@ -137,6 +138,16 @@ def test_activations_do_not_grow_with_the_width_of_the_mlp():
     assert taken[1280, 64] == taken[640, 64]
 
 
+@pytest.fixture
+def without_collections():
+    """Python collects no cycles of references, which would keep memory."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.usefixtures("without_collections")
 @pytest.mark.parametrize(("chunk_rows", "bytes_of_row"), [(0, 2536), (64, 1192)])
 def test_the_backward_of_a_checkpointed_layer(chunk_rows, bytes_of_row):
     """Of Qwen3 in bfloat16, whose MLP is three times as wide as the hidden state of 32 numbers."""

@@ -212,7 +212,7 @@ def host_times(dispatcher: Dispatcher, seed: int) -> Round:
     dist.barrier()
     begin = time.perf_counter()
     dispatcher.groups.all_gather_checked(
-        lambda: tuple(read.lengths.tolist()), of="lengths of sequences"
+        lambda: tuple(read.lengths.tolist()), contents="lengths of sequences"
     )
     figures["exchanging lengths, ms"] = time.perf_counter() - begin
     for ranks in PLANNED_RANKS:

@@ -221,24 +221,25 @@ class DistCAConfig:
                 setattr(self, name, os.fspath(path))
         self.ranks_per_node = _ranks_per_node(self.ranks_per_node)
         for setting in fields(DistCAConfig):
-            name, given = setting.name, getattr(self, setting.name)
+            name = setting.name
+            value = getattr(self, setting.name)
             valid = setting.metadata.get("choices")
-            if valid and given not in valid:
-                raise RefusedError(f"{name} must be one of {list(valid)}, got {given!r}")
-            is_number = isinstance(given, Real) and not isinstance(given, bool)
-            if setting.type is float and not (is_number and isfinite(given)):
-                raise RefusedError(f"{name} must be a finite number, got {given!r}")
-            if setting.type is int and not (is_number and isinstance(given, Integral)):
-                raise RefusedError(f"{name} must be a whole number, got {given!r}")
-            if setting.type is bool and not isinstance(given, bool):
-                raise RefusedError(f"{name} must be true or false, got {given!r}")
+            if valid and value not in valid:
+                raise RefusedError(f"{name} must be one of {list(valid)}, got {value!r}")
+            is_number = isinstance(value, Real) and not isinstance(value, bool)
+            if setting.type is float and not (is_number and isfinite(value)):
+                raise RefusedError(f"{name} must be a finite number, got {value!r}")
+            if setting.type is int and not (is_number and isinstance(value, Integral)):
+                raise RefusedError(f"{name} must be a whole number, got {value!r}")
+            if setting.type is bool and not isinstance(value, bool):
+                raise RefusedError(f"{name} must be true or false, got {value!r}")
             # HfArgumentParser leaves only `str` of `str | None`.
-            may_be_none = given is None and setting.default is None
-            if setting.type in (str, str | None) and not (isinstance(given, str) or may_be_none):
-                raise RefusedError(f"{name} must be text, got {given!r}")
-            if is_number and (given < 0 or (given == 0 and name not in ZERO)):
+            may_be_none = value is None and setting.default is None
+            if setting.type in (str, str | None) and not (isinstance(value, str) or may_be_none):
+                raise RefusedError(f"{name} must be text, got {value!r}")
+            if is_number and (value < 0 or (value == 0 and name not in ZERO)):
                 expected = f"0 ({ZERO[name]}) or more" if name in ZERO else "positive"
-                raise RefusedError(f"{name} must be {expected}, got {given!r}")
+                raise RefusedError(f"{name} must be {expected}, got {value!r}")
 
     @property
     def planned_layout(self) -> str:

@@ -36,8 +36,8 @@ def read_values(settings: Any) -> None:
     for field in fields(settings):
         if field.type in _READERS:
             try:
-                read: Any = field.type
-                setattr(settings, field.name, read(getattr(settings, field.name)))
+                read_value: Any = field.type
+                setattr(settings, field.name, read_value(getattr(settings, field.name)))
             except UnitError as error:
                 raise UnitError(f"{field.name} {error}") from None
 

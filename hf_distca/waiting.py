@@ -34,7 +34,8 @@ def wait_until(done: Callable[[float], bool], name: str, limit_s: float, remedy:
     Raises:
         WaitError: The limit is reached.
     """
-    begin, report_s = time.monotonic(), REPORT_S
+    begin = time.monotonic()
+    report_s = REPORT_S
     while not done(min(_SLICE_S, limit_s)):
         waited_s = time.monotonic() - begin
         if waited_s >= limit_s:

@@ -20,7 +20,8 @@ class _Finder(MetaPathFinder):
     """Find one module, once, through the other finders, and add the call to its import."""
 
     def __init__(self, name: str, call: Callable[[], None]) -> None:
-        self._name, self._call = name, call
+        self._name = name
+        self._call = call
 
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -31,12 +32,13 @@ class _Finder(MetaPathFinder):
         sys.meta_path.remove(self)
         spec = find_spec(name)
         if spec is not None and spec.loader is not None:
-            of_loader, execute = vars(spec.loader), spec.loader.exec_module
+            members = vars(spec.loader)
+            execute = spec.loader.exec_module
 
             def exec_module(module: ModuleType) -> None:
-                del of_loader["exec_module"]
+                del members["exec_module"]
                 execute(module)
                 self._call()
 
-            of_loader["exec_module"] = exec_module
+            members["exec_module"] = exec_module
         return spec

@@ -69,12 +69,16 @@ class Finding:
 
 
 def report(
-    by_rank: Sequence[Sequence[Finding]], rates: Rates, *, as_json: bool, shown: bool = True
+    findings_of_ranks: Sequence[Sequence[Finding]],
+    rates: Rates,
+    *,
+    as_json: bool,
+    shown: bool = True,
 ) -> int:
     """Print the findings of all ranks, each once and with its ranks; return the exit status."""
     # 1. Ranks with the same finding are one line; ranks that must agree and differ are wrong.
     ranks_by_name: dict[str, dict[Finding, list[int]]] = {}
-    for rank, rank_findings in enumerate(by_rank):
+    for rank, rank_findings in enumerate(findings_of_ranks):
         for finding in rank_findings:
             ranks_by_name.setdefault(finding.name, {}).setdefault(finding, []).append(rank)
     # None in place of ranks: all of them.
@@ -84,7 +88,7 @@ def report(
         for finding, ranks in forms.items():
             if differ and not finding.needed:
                 finding = replace(finding, change=AGREE, needed=True)
-            findings.append((finding, ranks if len(ranks) < len(by_rank) else None))
+            findings.append((finding, ranks if len(ranks) < len(findings_of_ranks) else None))
 
     # 2. Print them.
     if shown and as_json:
@@ -383,15 +387,15 @@ def check_all(*, timeout: float, as_json: bool) -> int:
         groups = None
     if groups is None:
         return report([findings], {}, as_json=as_json)
-    by_rank = groups.all_gather(findings)
+    findings_of_ranks = groups.all_gather(findings)
     rates = link_rates(PeerExchanges(groups, device))
-    sizes = node_sizes(len(by_rank), ranks_of_nodes)
+    sizes = node_sizes(len(findings_of_ranks), ranks_of_nodes)
     dist.destroy_process_group()
     nodes = "one"
     if len(sizes) > 1:
         nodes = f"{len(sizes)}, of {', '.join(map(str, sorted(set(sizes))))} ranks"
     common = [Finding("nodes", nodes), *link_findings(rates, nodes_of(sizes))]
-    everything = [[*rank_findings, *common] for rank_findings in by_rank]
+    everything = [[*rank_findings, *common] for rank_findings in findings_of_ranks]
     return report(everything, rates, as_json=as_json, shown=groups.rank == 0)
 
 

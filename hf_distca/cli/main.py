@@ -36,12 +36,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = _Parser(prog="hf-distca", description="Core attention disaggregation: tools.")
     parser.add_argument("--version", action="version", version=f"hf-distca {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="TOOL", parser_class=_Parser)
-    asked = next((name for name in texts if not name.startswith("-")), None)
+    tool_name = next((name for name in texts if not name.startswith("-")), None)
     for name, what_for in TOOLS.items():
         tool_parser = commands.add_parser(
             name, help=what_for, formatter_class=argparse.RawDescriptionHelpFormatter
         )
-        if name == asked:
+        if name == tool_name:
             tool = import_module(f"hf_distca.cli.{name}")
             tool_parser.description = tool.DESCRIPTION
             tool.add_options(tool_parser)

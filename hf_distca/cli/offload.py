@@ -44,7 +44,8 @@ def offload_of(
     ).costs
     strategy = min(memory, key=lambda name: memory[name]["with_offload"]["total"])
     host: int = memory[strategy]["with_offload"]["host"]
-    nodes, depth = settings.node_of_ranks, len(decoder_layers(model))
+    nodes = settings.node_of_ranks
+    depth = len(decoder_layers(model))
     forward, step = (
         predict_plan(plan, passes, nodes, settings.bytes_per_value)
         for passes in (costs.forward_only(), costs)

@@ -42,11 +42,11 @@ GB = 1e9
 def number(
     expected: str,
     read: Callable[[str], Any] = int,
-    least: float = 1,
-    most: float = 2**31 - 1,
+    minimum: float = 1,
+    maximum: float = 2**31 - 1,
     why: str = "",
 ) -> Callable[[str], Any]:
-    """Return a parser of numbers from `least` to `most`.
+    """Return a parser of numbers from `minimum` to `maximum`.
 
     `read` raises ValueError if a text is no number.
     """
@@ -56,28 +56,29 @@ def number(
             value = read(text)
         except ValueError:
             value = nan
-        if not value >= least:  # true of nan too
+        if not value >= minimum:  # true of nan too
             raise argparse.ArgumentTypeError(f"must be {expected}, got {text!r}")
-        if value > most:
-            raise argparse.ArgumentTypeError(f"must be at most {most:.10g}, got {text}{why}")
+        if value > maximum:
+            raise argparse.ArgumentTypeError(f"must be at most {maximum:.10g}, got {text}{why}")
         return value
 
     return parse
 
 
-POSITIVE, FROM_ZERO = "a positive whole number", "0 or a positive whole number"
+POSITIVE = "a positive whole number"
+FROM_ZERO = "0 or a positive whole number"
 positive = number(POSITIVE)
-seed = number(FROM_ZERO, least=0)
-port = number(FROM_ZERO, least=0, most=65535)
-threads = number(POSITIVE, most=4096)
-ranks = number(POSITIVE, most=MOST_RANKS, why=": planning would not end in time")
-servers = number(FROM_ZERO, least=0, most=MOST_RANKS, why=": planning would not end in time")
-sequences = number(POSITIVE, most=100_000, why=": no device holds so many")
-batches = number(POSITIVE, most=100_000, why=": simulating would not end in time")
-tokens = number(POSITIVE, read_tokens, most=2**27, why=": no device holds so many")
-gigabytes = number("a positive number of gigabytes", float, least=1e-9, most=1e9)
-seconds = number("0 or a positive number of seconds", float, least=0, most=LONGEST_WAIT)
-positive_seconds = number("a positive number of seconds", float, least=1e-9, most=LONGEST_WAIT)
+seed = number(FROM_ZERO, minimum=0)
+port = number(FROM_ZERO, minimum=0, maximum=65535)
+threads = number(POSITIVE, maximum=4096)
+ranks = number(POSITIVE, maximum=MOST_RANKS, why=": planning would not end in time")
+servers = number(FROM_ZERO, minimum=0, maximum=MOST_RANKS, why=": planning would not end in time")
+sequences = number(POSITIVE, maximum=100_000, why=": no device holds so many")
+batches = number(POSITIVE, maximum=100_000, why=": simulating would not end in time")
+tokens = number(POSITIVE, read_tokens, maximum=2**27, why=": no device holds so many")
+gigabytes = number("a positive number of gigabytes", float, minimum=1e-9, maximum=1e9)
+seconds = number("0 or a positive number of seconds", float, minimum=0, maximum=LONGEST_WAIT)
+positive_seconds = number("a positive number of seconds", float, minimum=1e-9, maximum=LONGEST_WAIT)
 
 
 def add_settings(parser: argparse.ArgumentParser, *names: str, **changes: Any) -> None:
@@ -151,8 +152,8 @@ def add_planning_options(
     )
     for name, default, reach in links:
         shown = "the profile's" if default is None else f"{default:g}"
-        what = f"bandwidth of a rank {reach}, in each direction (default: {shown})"
-        add(name, type=gigabytes, default=default, metavar="GB/S", help=what)
+        help_text = f"bandwidth of a rank {reach}, in each direction (default: {shown})"
+        add(name, type=gigabytes, default=default, metavar="GB/S", help=help_text)
     add("--json", action="store_true", help="print one JSON object and nothing else")
     add(
         "--report",

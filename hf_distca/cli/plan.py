@@ -48,7 +48,8 @@ if TYPE_CHECKING:
 Lengths = list[int] | list[list[int]]
 """Lengths of documents, or a list of them for each rank."""
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-MANY_RANKS, LEAST_BLOCKS = 512, 8
+MANY_RANKS = 512
+LEAST_BLOCKS = 8
 """Beyond 512 ranks, each needs at least 8 blocks of rows: balancing smaller shares takes too many
 moves."""
 PLANNED = (
@@ -92,11 +93,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "help": "kernel whose costs are used",
     }
     add_settings(parser, "attention_kernel", **kernel_options)
-    for name, (value, what) in HEADS.items():
+    for name, (value, help_text) in HEADS.items():
         add(
             f"--{name.replace('_', '-')}",
             type=positive,
-            help=f"{what} of a layer (default: {value})",
+            help=f"{help_text} of a layer (default: {value})",
         )
     add(
         "--window",
@@ -293,7 +294,8 @@ def _model_and_settings(
         from hf_distca.models.settings import document_layout
 
         model = fake_model(options.model)
-        kinds, layout = tuple(layers_by_kind(model)), document_layout(model, config)
+        kinds = tuple(layers_by_kind(model))
+        layout = document_layout(model, config)
         settings = plan_settings_of(config, options.ranks, layout, kinds=kinds, **kernel_options)
 
     from hf_distca.kernels import KERNELS
@@ -334,7 +336,8 @@ def _figures(
         [bytes_by_link(nano_plan, settings.row_bytes(kind), nodes) for nano_plan in plans], axis=0
     )
     exchange = exchange_figures(moved, nodes, (options.node_bandwidth, options.network_bandwidth))
-    rank, dtype = busiest_rank(plan, settings), getattr(torch, options.dtype)
+    rank = busiest_rank(plan, settings)
+    dtype = getattr(torch, options.dtype)
     core_attention = count_core_attention(plan, kind, dtype, rank, Use(settings.kernel))
     figures = {
         "max_over_mean": float(loads.max() / loads.mean()),
@@ -400,11 +403,11 @@ def _table(
     }
     if settings.nodes is not None:
         for name in ("bytes_within_nodes", "bytes_between_nodes"):
-            most = (
+            busiest = (
                 f"busiest rank {mb(f'{name}_bottleneck')}, busiest node "
                 f"{mb(f'{name}_busiest_node')}"
             )
-            lines[name.replace("_", " ")] = f"{mb(name)}, {most}"
+            lines[name.replace("_", " ")] = f"{mb(name)}, {busiest}"
         speeds = (
             f"{options.node_bandwidth:g} GB/s within and {options.network_bandwidth:g} GB/s "
             "between nodes"
@@ -418,10 +421,8 @@ def _table(
         "planned in": f"{figures['plan_ms']:.1f} ms",
     }
     if mixing := figures.get("mixing"):
-        runs, without = (
-            mixing["runs"],
-            f"{mixing['runs_unpacked']} without a kernel that takes packed documents",
-        )
+        runs = mixing["runs"]
+        without = f"{mixing['runs_unpacked']} without a kernel that takes packed documents"
         lines |= {
             "mixing layers": (
                 f"{mixing['layers']}, {mixing['segments']} segments of cut documents on all ranks"

@@ -34,12 +34,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--output", required=True, metavar="FILE", help="file to write")
     add_settings(parser, "attention_kernel")
-    for name, (value, what) in HEADS.items():
+    for name, (value, help_text) in HEADS.items():
         add(
             f"--{name.replace('_', '-')}",
             type=positive,
             default=value,
-            help=f"{what} (default: {value})",
+            help=f"{help_text} (default: {value})",
         )
     add("--hidden", type=positive, default=4096, help="hidden size of the model (default: 4096)")
     default = "bfloat16 on GPUs, else float32"

@@ -90,10 +90,17 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         metavar="G",
         help="GPUs that share each layer (default: 1)",
     )
-    more = "simulate M dedicated attention servers too (default: 0)"
-    add("--servers", type=servers, default=0, metavar="M", help=more)
-    again = "gradient checkpointing: run layers again in the backward pass (default: on)"
-    add("--checkpointing", action=argparse.BooleanOptionalAction, default=True, help=again)
+    servers_help = "simulate M dedicated attention servers too (default: 0)"
+    add("--servers", type=servers, default=0, metavar="M", help=servers_help)
+    checkpointing_help = (
+        "gradient checkpointing: run layers again in the backward pass (default: on)"
+    )
+    add(
+        "--checkpointing",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help=checkpointing_help,
+    )
     padded = (
         "compare padded batches of B sequences a rank too, as in preference training (default: "
         "none)"
@@ -120,7 +127,8 @@ def run(options: argparse.Namespace) -> None:
     try:
         config, profile = config_of(options), _profile(options)
         nodes = nodes_of_ranks(config, options.ranks)
-        shape, layout = MODELS.get(options.model), "joint"
+        shape = MODELS.get(options.model)
+        layout = "joint"
         if shape is not None:
             _check_heads(shape, options.tensor_parallel)
         drawn = drawn_micro_batches(options, options.ranks * options.tokens_per_rank)
@@ -137,8 +145,8 @@ def run(options: argparse.Namespace) -> None:
             checkpointing=options.checkpointing,
         )
         kinds = tuple(map(setup.on_a_gpu, setup.model.layers))
-        of_values = {"bytes_per_value": setup.profile.bytes_per_value}
-        settings = plan_settings_of(config, setup.ranks, layout, kinds=kinds, **of_values)
+        value_size = {"bytes_per_value": setup.profile.bytes_per_value}
+        settings = plan_settings_of(config, setup.ranks, layout, kinds=kinds, **value_size)
 
         from hf_distca.cli.model import read_config
         from hf_distca.memory.simulated import gpu_memory
@@ -199,9 +207,11 @@ def _padded(
 
     batches = drawn_padded_batches(options, setup.ranks, options.padded, options.batches)
 
-    def plan(batch: DrawnBatch, of: Setup) -> PlannedBatches:
+    def plan(batch: DrawnBatch, setup_of_batch: Setup) -> PlannedBatches:
         # On one rank nothing is chosen.
-        choices = None if of.ranks == 1 else Choices.beside(settings, of.costs)
+        choices = (
+            None if setup_of_batch.ranks == 1 else Choices.beside(settings, setup_of_batch.costs)
+        )
         return plan_sequences(batch.lengths, replace(settings, choices=choices), batch.hashes)
 
     return simulate_padded(batches, setup, settings, plan)
@@ -231,11 +241,11 @@ def _profile(options: argparse.Namespace) -> DeviceProfile:
     """Return the device's costs, with the bandwidths that the options set."""
     profile = DeviceProfile.load(options.profile)
     links, exchange = profile.links, profile.exchange
-    for where, rate in (("within", options.node_bandwidth), ("between", options.network_bandwidth)):
+    for reach, rate in (("within", options.node_bandwidth), ("between", options.network_bandwidth)):
         if rate is not None:
-            links = replace(links, **{where: replace(getattr(links, where), bandwidth=rate * GB)})
+            links = replace(links, **{reach: replace(getattr(links, reach), bandwidth=rate * GB)})
             exchange = replace(
-                exchange, **{where: replace(getattr(exchange, where), bandwidth=rate * GB)}
+                exchange, **{reach: replace(getattr(exchange, reach), bandwidth=rate * GB)}
             )
     return replace(profile, links=links, exchange=exchange)
 

@@ -41,12 +41,13 @@ class SharedRows:
 
     Attributes:
         owners: [documents] an excerpt that has all rows of each document of the plan.
-        read: [entries] of dtype HELD: rows [start, stop) of an excerpt, which the rank holds.
+        source_rows: [entries] of dtype HELD: rows [start, stop) of an excerpt, held by
+            the rank.
         excerpts: [entries] excerpt of each entry.
     """
 
     owners: IntArray
-    read: Table
+    source_rows: Table
     excerpts: IntArray
 
     @classmethod
@@ -58,10 +59,10 @@ class SharedRows:
         Args:
             lengths: [excerpts] tokens of each.
         """
-        held = with_offsets(held_rows(plan, 0, np.arange(len(shared.lengths))))
-        read, excerpts = rows_read(held, shared, lengths)
-        is_here = read["rank"] == rank
-        return cls(shared.owners, read.compress(is_here), excerpts[is_here])
+        rows_of_ranks = with_offsets(held_rows(plan, 0, np.arange(len(shared.lengths))))
+        source_rows, excerpts = rows_read(rows_of_ranks, shared, lengths)
+        is_here = source_rows["rank"] == rank
+        return cls(shared.owners, source_rows.compress(is_here), excerpts[is_here])
 
 
 @dataclass(frozen=True, eq=False)
@@ -123,26 +124,28 @@ class RankDocuments(Dataset[PlannedDocuments]):
         # soon as there are as many tokens as ranks, or as many documents that stay whole.
         excerpts = micro_batch.excerpts
         lengths = excerpts["stop"] - excerpts["start"]
-        found = self._found(micro_batch)
+        shared_prefixes = self._found(micro_batch)
         stay_whole = self.settings.document_layout == "whole"
-        trees = len(lengths) if found is None else found.trees
-        rows = int(lengths.sum()) if found is None else found.rows
+        trees = len(lengths) if shared_prefixes is None else shared_prefixes.trees
+        rows = int(lengths.sum()) if shared_prefixes is None else shared_prefixes.rows
         fillers = max(self.settings.ranks - (trees if stay_whole else rows), 0)
         choices = self.settings.choices if micro_batch.choices is None else micro_batch.choices
         settings = replace(self.settings, choices=choices)
         shared: SharedRows | None = None
-        if found is None:
+        if shared_prefixes is None:
             plan = plan_micro_batch(lengths.tolist() + [1] * fillers, settings)
             plan = replace(plan, fillers=fillers)
         else:
-            plan = plan_documents(found, np.arange(len(found.lengths)), fillers, settings)
+            plan = plan_documents(
+                shared_prefixes, np.arange(len(shared_prefixes.lengths)), fillers, settings
+            )
             plan = replace(plan, shared_rows=int(lengths.sum()) - rows)
-            shared = SharedRows.of(plan, found, lengths, self.rank)
+            shared = SharedRows.of(plan, shared_prefixes, lengths, self.rank)
         # 2. Read the documents of which this rank holds rows. Fillers come after all others.
         used = {document for document, _, _ in plan.held_by(self.rank)}
         if shared is not None:
-            held = [document for document in used if document < len(shared.owners)]
-            used = {*shared.owners[held].tolist(), *shared.excerpts.tolist()}
+            held_documents = [document for document in used if document < len(shared.owners)]
+            used = {*shared.owners[held_documents].tolist(), *shared.excerpts.tolist()}
         excerpts_on_rank = sorted(index for index in used if index < len(excerpts))
         indices = np.unique(excerpts["document"][excerpts_on_rank]).tolist()
         if hasattr(self.dataset, "__getitems__"):  # one batched read
@@ -248,7 +251,7 @@ def shared_targets(planned: PlannedDocuments, shared: SharedRows) -> dict[str, A
     """
     targets: list[NDArray[np.int64]] = []
     rows: list[NDArray[np.int64]] = []
-    for entry, excerpt in zip(shared.read, shared.excerpts.tolist(), strict=True):
+    for entry, excerpt in zip(shared.source_rows, shared.excerpts.tolist(), strict=True):
         entry_targets = planned.rows(excerpt)[1, entry["start"] : entry["stop"]]
         has_target = np.flatnonzero(entry_targets != IGNORED_TARGET)
         targets.append(entry_targets[has_target])

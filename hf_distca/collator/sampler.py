@@ -63,7 +63,8 @@ def fit_documents(
     if longest is not None and policy == "error":
         limits.check_length(int(lengths[longest]), f"document {longest} of {name}")
     if limits.positions is not None and limits.positions < limit:
-        limit, limit_name = limits.positions, "the positions of the model"
+        limit = limits.positions
+        limit_name = "the positions of the model"
     too_long = lengths[lengths > limit]
     if len(too_long) and policy == "error":
         raise Data.LONG.error(
@@ -210,11 +211,11 @@ class GlobalBatchSampler(Sampler[list[GlobalMicroBatch]]):
         if not self.shuffle:
             yield from self._in_order
             return
-        by_group = np.argsort(self._groups, kind="stable")
+        order = np.argsort(self._groups, kind="stable")
         counts = np.bincount(self._groups)
         firsts = np.cumsum(counts) - counts
         for groups in self._shuffled():
-            yield by_group[expand(firsts[groups], counts[groups])]
+            yield order[expand(firsts[groups], counts[groups])]
 
     def _groups_in(self, batch: NDArray[np.int64] | list[int]) -> NDArray[np.int64] | None:
         """Return the groups of a micro-batch's excerpts."""

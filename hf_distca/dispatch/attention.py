@@ -264,7 +264,8 @@ class _Receive(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, do_THE: Tensor, _lse: Tensor | None) -> tuple[Tensor | None, ...]:
         saved = ctx.saved_tensors  # unpacked once, as checkpoints want it
-        inputs, sinks_H = saved[:5], saved[5]
+        inputs = saved[:5]
+        sinks_H = saved[5]
         received = dict(zip(ctx.received, saved[6:], strict=True))
         ctx.core.begin("backward", do_THE, *inputs, received=received)
         d_sinks_H = _sink_gradient(ctx, do_THE, inputs[3], inputs[4], sinks_H)

@@ -240,7 +240,7 @@ class BoundRoutes:
 
         def total(place: Location, early: RowsOfSources, late: RowsOfSources) -> GradientSum:
             if not several_stages:
-                early, late = {}, early | late
+                return GradientSum(self.rows[place], {}, early | late, buffer)
             return GradientSum(self.rows[place], early, late, buffer)
 
         gradients: dict[tuple[str, Location | int], GradientSum] = {
@@ -361,7 +361,9 @@ class BoundNanoBatch:
                 self.local[kind] = BoundTasks.bind_documents(lengths, plan.window, buffer)
             else:
                 self.routes[kind] = BoundRoutes(plan, rank, turn, buffer)
-        self._plans, self._rank, self._device = nano_batch.plans, rank, buffer.device
+        self._plans = nano_batch.plans
+        self._rank = rank
+        self._device = buffer.device
         self._new_buffer = partial(IndexBuffer, buffer.device, buffer.in_one_go)
         self._repairs: dict[tuple[AttentionKind, frozenset[int]], BoundRoutes] = {}
 
@@ -458,7 +460,9 @@ class BoundPlan:
         kept_results: KeptResults | None = None,
         in_one_go: bool | None = None,
     ) -> None:
-        self.plan, self.runtime, self.ran = plan, runtime, Ran()
+        self.plan = plan
+        self.runtime = runtime
+        self.ran = Ran()
         self.pause: Callable[[], None] = lambda: None
         self.target_rows: list[Tensor] | None = None
         self.kept_results = KeptResults() if kept_results is None else kept_results
@@ -521,9 +525,13 @@ class BoundPlan:
 
         `pause` lets the other one run.
         """
-        part, nano = copy(self), self.nano_batches[index]
-        part.nano_batches, part.local, part.pause = (nano,), nano.local, pause
-        part.rows, part.is_part = nano.rows, True
+        part = copy(self)
+        nano = self.nano_batches[index]
+        part.nano_batches = (nano,)
+        part.local = nano.local
+        part.pause = pause
+        part.rows = nano.rows
+        part.is_part = True
         return part
 
 

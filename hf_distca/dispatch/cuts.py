@@ -51,7 +51,9 @@ class BoundCuts:
     def __init__(self, layout: Layout, rank: int, buffer: IndexBuffer) -> None:
         # Rows of each segment, in row order.
         self.sizes: tuple[int, ...] = tuple(row_counts(layout.of_rank(rank)).tolist())
-        self._layout, self._rank, self._buffer = layout, rank, buffer
+        self._layout = layout
+        self._rank = rank
+        self._buffer = buffer
         self._halos: dict[int, BoundHalos] = {}
         self._packings: dict[tuple[int, ...], Packing] = {}
 
@@ -122,7 +124,8 @@ class BoundChains:
 
     def __init__(self, table: Chains, buffer: IndexBuffer) -> None:
         self.cut: tuple[int, ...] = tuple(table.cut.tolist())
-        self.earlier, self.later = table.earlier, table.later
+        self.earlier = table.earlier
+        self.later = table.later
         self.received = buffer.place(table.received)
         self.route = bound_route(table.messages, buffer)
         buffer.send()
@@ -142,9 +145,13 @@ class _Exchange:
         *,
         keep: bool,
     ) -> None:
-        self._name, self._exchange, self._recorder = name, exchange, recorder
-        self._nano_batch, self._layer = nano_batch, getattr(module, "layer_idx", None)
-        self._key, self._kept = (module, nano_batch, name), kept
+        self._name = name
+        self._exchange = exchange
+        self._recorder = recorder
+        self._nano_batch = nano_batch
+        self._layer = getattr(module, "layer_idx", None)
+        self._key = (module, nano_batch, name)
+        self._kept = kept
         recomputes = is_recomputation()
         # A checkpointed forward keeps what it received, so that the recomputation does not exchange
         # again.
@@ -163,7 +170,8 @@ class _Exchange:
 
     def _wait(self, direction: Direction) -> list[Tensor]:
         """Return the columns that have arrived; the module's next exchange overwrites them."""
-        buffer, work = self._buffer, Work(self._layer, self._nano_batch, direction)
+        buffer = self._buffer
+        work = Work(self._layer, self._nano_batch, direction)
         del self._buffer  # its memory may be given back before the backward
         with self._recorder.span("wait", self._name, work) if buffer.under_way else NOT_MEASURED:
             return buffer.wait()
@@ -172,7 +180,8 @@ class _Exchange:
 class _Send(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, exchange: Any, *tensors: Any) -> Tensor:
-        ctx.exchange, ctx.count = exchange, len(tensors)
+        ctx.exchange = exchange
+        ctx.count = len(tensors)
         if exchange.known is None:
             exchange.begin(*tensors)
         token: Tensor = tensors[-1].new_empty(0)
@@ -270,7 +279,8 @@ class StateExchange(_Exchange):
         **kwargs: Any,
     ) -> None:
         super().__init__("states", *args, **kwargs)
-        self.bound, self._shapes = bound, shapes
+        self.bound = bound
+        self._shapes = shapes
         # A, and B or the gradients of S_in, of all cut segments of this rank, while they are
         # exchanged.
         self._sent_states: list[Tensor] = []
@@ -334,7 +344,8 @@ class StateExchange(_Exchange):
         """Finish the backward's exchange and return the gradients of `send`'s arguments."""
         factors, d_states = self._arrived("backward")
         transposed = [factor.mT if factor.dim() == 3 else factor for factor in factors]
-        states, self._states = iter(self._states), ()
+        states = iter(self._states)
+        self._states = ()
         d_factors: list[Tensor | None] = []
         d_offsets: list[Tensor | None] = []
         for earlier, later in zip(self.bound.earlier, self.bound.later, strict=True):

@@ -80,7 +80,8 @@ class Dispatcher:
         self.device = torch.device(device)
         self.groups = Groups(self.device, exchange_timeout, mesh)
         self.recorder = Recorder(self.device)
-        self.keep_received, self.keep_core_attention = keep_received, keep_core_attention
+        self.keep_received = keep_received
+        self.keep_core_attention = keep_core_attention
         self.limits: Limits = NO_LIMITS
         self.remote: RemoteWorkers | None = None
         self.offload: ActivationOffload | None = None
@@ -93,15 +94,15 @@ class Dispatcher:
         mine: dict[str, Any] = {"attention_kernel": self.kernel.name}
         mine |= {field.name: getattr(settings, field.name) for field in fields(settings)}
         mine |= {"keep_received": keep_received, "keep_core_attention": keep_core_attention}
-        of_ranks = self.groups.all_gather(mine)
+        settings_of_ranks = self.groups.all_gather(mine)
         with self.groups.raised_together(in_world=True):
             if settings.ranks != self.groups.ranks:
                 raise RefusedError(
                     f"PlanSettings.ranks is {settings.ranks}, but {self.groups.ranks} ranks run; "
                     "set it to that"
                 )
-            if found := first_difference(of_ranks):
-                raise RefusedError(DIFFERENT.format(*found))
+            if difference := first_difference(settings_of_ranks):
+                raise RefusedError(DIFFERENT.format(*difference))
         self.groups.connect_nodes(settings.nodes)
         self.exchange = Exchange(self.groups)
 
@@ -184,16 +185,16 @@ class Dispatcher:
             at_least: Least number of plans, also if no rank has a micro-batch.
         """
         gathered = self.groups.all_gather(
-            [list(map(int, lengths)) for lengths in micro_batches], of="lengths of documents"
+            [list(map(int, lengths)) for lengths in micro_batches], contents="lengths of documents"
         )
         count = max(map(len, gathered))
         plans = []
         for index in range(max(count, at_least)):
-            held = [rank[index] if index < len(rank) else [] for rank in gathered]
+            lengths_of_ranks = [rank[index] if index < len(rank) else [] for rank in gathered]
             plan = plan_placed(
-                [lengths or [1] for lengths in held], self.settings
+                [lengths or [1] for lengths in lengths_of_ranks], self.settings
             )  # [1]: of a `filler_batch`
-            plans.append(replace(plan, fillers=held.count([])))
+            plans.append(replace(plan, fillers=lengths_of_ranks.count([])))
         return plans
 
     def plan_batches(

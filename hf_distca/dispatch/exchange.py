@@ -71,18 +71,17 @@ class ExchangeBuffer:
     def __init__(
         self, groups: Groups, route: Route, columns: Columns, memory_B: Mapping[str, Tensor]
     ) -> None:
-        self.route, self.columns = route, columns
+        self.route = route
+        self.columns = columns
         width = _row_bytes(columns)
         memory_NB = {part: bytes_B.view(-1, width) for part, bytes_B in memory_B.items()}
         sent_NB = memory_NB["sent"]
         received_NB = memory_NB.get(
             "received", sent_NB
         )  # one memory for both where no row crosses a link
-        self.sent, self.received, self.forwarded = (
-            _views(sent_NB, columns),
-            _views(received_NB, columns),
-            [],
-        )
+        self.sent = _views(sent_NB, columns)
+        self.received = _views(received_NB, columns)
+        self.forwarded = []
         count = sum(route.received)
         self._hops = [(route, sent_NB, received_NB[:count])]
         if route.forwarded is not None:
@@ -130,7 +129,8 @@ class ExchangeBuffer:
 
         The next transfer of the slot may overwrite them.
         """
-        work, self._work = self._work, None
+        work = self._work
+        self._work = None
         if work is not None:
             with self._groups.waits.of("rows of other ranks"):
                 work.wait()
@@ -162,7 +162,8 @@ def _row_bytes(columns: Columns) -> int:
 
 
 def _views(rows_NB: Tensor, columns: Columns) -> list[Tensor]:
-    views, start = [], 0
+    views = []
+    start = 0
     for shape, dtype in columns:
         width = math.prod(shape) * dtype.itemsize
         column_NB = rows_NB[:, start : start + width]

@@ -90,8 +90,10 @@ class Pass:
         inputs: Iterable[Tensor],
         received: ReceivedRows,
     ) -> None:
-        self.core, self.runtime = core, core.runtime
-        nano, forward = core.nano, direction == "forward"
+        self.core = core
+        self.runtime = core.runtime
+        nano = core.nano
+        forward = direction == "forward"
         if core.lost:
             self.routes = nano.repair(core.kind, core.lost, self.runtime.remote)
         else:
@@ -156,7 +158,9 @@ class Pass:
             if name in ("k", "v"):
                 location, stage, index = call.keys, call.stage, tasks.k_rows
             else:
-                location, stage, index = call.queries, 0, tasks.q_rows
+                location = call.queries
+                stage = 0
+                index = tasks.q_rows
             rows_N = self.local[name] if location == "local" else self.received[name, stage]
             inputs.append(take(rows_N, index))
         params = self.core.params if call.causal else replace(self.core.params, causal=False)
@@ -167,17 +171,22 @@ class Pass:
 
     def start(self, transfer: Transfer) -> None:
         """Start to send rows to other ranks."""
-        core, routes, local, stage = self.core, self.routes, self.local, transfer.stage
+        core = self.core
+        routes = self.routes
+        local = self.local
+        stage = transfer.stage
         # Rows that are in use at once have different slots.
         if transfer.rows == "queries":
-            slot, route = ("queries", 0), routes.queries
+            slot = ("queries", 0)
+            route = routes.queries
             columns = (
                 self.results.at("received")
                 if transfer.back
                 else tuple(local[name] for name in transfer.columns)
             )
         else:
-            slot, route = ("keys", routes.slots[stage]), routes.keys[stage]
+            slot = ("keys", routes.slots[stage])
+            route = routes.keys[stage]
             columns = local["k"], local["v"]
         buffer = self.runtime.exchange.buffer(
             (*slot, core.nano.index, bool(core.lost)), route, columns
@@ -215,7 +224,8 @@ class Pass:
 
     def finish(self, transfer: Transfer) -> None:
         """Wait for a transfer and take the rows that have arrived."""
-        buffer, span = self._under_way.pop(transfer), self.runtime.recorder.span
+        buffer = self._under_way.pop(transfer)
+        span = self.runtime.recorder.span
         with span("wait", transfer.name, self.work) if buffer.under_way else NOT_MEASURED:
             columns: Columns = dict(zip(transfer.columns, buffer.wait(), strict=True))
         match transfer.rows, transfer.back:
@@ -245,7 +255,8 @@ class _OnServers:
     results: "_Outputs | _Gradients"
 
     def start(self, transfer: Transfer) -> None:
-        core, remote = self.core, self.core.runtime.remote
+        core = self.core
+        remote = self.core.runtime.remote
         assert remote is not None  # a plan with servers is bound with them
         servers = core.nano.routes[core.kind].servers
         rows = {name: self.local[name] for name in transfer.columns}
@@ -271,7 +282,9 @@ class _Outputs:
     """O and log-sum-exp of the queries at each place, put together in a forward."""
 
     def __init__(self, routes: BoundRoutes, local: Columns) -> None:
-        self._routes, self._q_THD, self._v_TGE = routes, local["q"], local["v"]
+        self._routes = routes
+        self._q_THD = local["q"]
+        self._v_TGE = local["v"]
         self._wide = torch.promote_types(self._q_THD.dtype, torch.float32)
         self._so_far: dict[Location, tuple[Tensor, ...]] = {}
 
@@ -291,11 +304,11 @@ class _Outputs:
     def add_from_servers(
         self, answers: Mapping[int, Columns], repaired: tuple[Tensor, ...] | None
     ) -> None:
-        for asked in self._routes.servers:
-            if columns := answers.get(asked.server):
-                self._put("local", asked.q_rows, (columns["o"], columns["lse"]))
+        for workers in self._routes.servers:
+            if columns := answers.get(workers.server):
+                self._put("local", workers.q_rows, (columns["o"], columns["lse"]))
             elif repaired is not None:
-                self._put("local", asked.q_rows, [take(x_T, asked.q_rows) for x_T in repaired])
+                self._put("local", workers.q_rows, [take(x_T, workers.q_rows) for x_T in repaired])
 
     def at(self, place: Location) -> tuple[Tensor, ...]:
         """Return O and LSE of the queries at a place, in the dtypes in which the results travel."""
@@ -308,7 +321,9 @@ class _Outputs:
         Rows without a result yet are undefined.
         """
         if place not in self._so_far:
-            q_THD, merges, rows = self._q_THD, self._routes.merges, self._routes.rows[place]
+            q_THD = self._q_THD
+            merges = self._routes.merges
+            rows = self._routes.rows[place]
             shape = rows, q_THD.shape[1], self._v_TGE.shape[2]
             o_NHE = q_THD.new_empty(shape, dtype=self._wide if merges else q_THD.dtype)
             lse_NH = q_THD.new_empty(shape[:2], dtype=self._wide)
@@ -358,10 +373,10 @@ class _Gradients:
         self._repaired = repaired
         for name in self._no_rows:
             parts = []
-            for asked in self._routes.servers:
-                answer = answers.get(asked.server)
+            for workers in self._routes.servers:
+                answer = answers.get(workers.server)
                 if answer is None:  # the server was lost
-                    rows = asked.q_count if name == "dq" else asked.k_count
+                    rows = workers.q_count if name == "dq" else workers.k_count
                     parts.append(self._zeros(name, rows, self._dtype))
                 else:
                     parts.append(answer[name])
@@ -386,7 +401,8 @@ class _Gradients:
 
     def _add(self, name: str, place: Location | int, source: Source, rows_N: Tensor) -> None:
         """Add a source to the total, or keep its rows until all are there, as the plan declares."""
-        sums, total = self._routes.gradients[name, place], (name, place, TOTAL)
+        sums = self._routes.gradients[name, place]
+        total = (name, place, TOTAL)
         if source not in sums.early:
             self._parts[name, place, source] = rows_N
         elif source in sums.covering and total not in self._parts:

@@ -26,7 +26,8 @@ class Failures:
     """
 
     def __init__(self, waits: Waits, wait_s: float = WAIT_S) -> None:
-        self._waits, self._wait_s = waits, wait_s
+        self._waits = waits
+        self._wait_s = wait_s
         self._depth = self._begun = 0
 
     @contextmanager
@@ -70,7 +71,8 @@ class Failures:
 
         Else return other ranks' errors as soon as any rank has one.
         """
-        key, rank = f"failures/{self._begun}/", self._waits.rank
+        key = f"failures/{self._begun}/"
+        rank = self._waits.rank
 
         def found(store: dist.Store) -> list[str]:
             others = [

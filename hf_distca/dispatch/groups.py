@@ -73,13 +73,16 @@ class Groups:
     def __init__(
         self, device: torch.device, timeout_s: float, mesh: RankMesh | None = None
     ) -> None:
-        self.members, self.closed = mesh_ranks(mesh), False  # world ranks of the mesh
+        self.members = mesh_ranks(mesh)  # world ranks of the mesh
+        self.closed = False
         world = (dist.get_rank(), dist.get_world_size()) if in_world() else (0, 1)
-        self.rank, self.ranks = self.members.index(world[0]), len(self.members)
+        self.rank = self.members.index(world[0])
+        self.ranks = len(self.members)
         self.exchange: dist.ProcessGroup | None = None  # of all ranks of the mesh
         self.node: dist.ProcessGroup | None = None  # of the exchanges inside this rank's node
         self._side_by_side = mesh is not None
-        self._device, self._timeout = device, timedelta(seconds=timeout_s)
+        self._device = device
+        self._timeout = timedelta(seconds=timeout_s)
         self._control: dist.ProcessGroup | None = None
         self._control_of_world: dist.ProcessGroup | None = None
         self.waits = waits_in_world(timeout_s)
@@ -182,31 +185,31 @@ class Groups:
             )
 
     def all_gather(
-        self, value: Any, *, in_world: bool = False, of: str = "control messages"
+        self, value: Any, *, in_world: bool = False, contents: str = "control messages"
     ) -> list[Any]:
         """Return the small Python object of every rank of the mesh, or of the world, in order.
 
         A collective.
 
         Args:
-            of: name of the objects in messages about the wait for them.
+            contents: name of the objects in messages about the wait for them.
         """
         self.check_open()
         group = self._control_of_world if in_world else self._control
         if group is None or dist.get_world_size(group) == 1:
             return [value]
         gathered: list[Any] = [None] * dist.get_world_size(group)
-        with self.waits.of(f"{of} of other ranks"):
+        with self.waits.of(f"{contents} of other ranks"):
             dist.all_gather_object(gathered, value, group=group)
         return gathered
 
-    def all_gather_checked(self, make: Callable[[], Value], *, of: str) -> list[Value]:
+    def all_gather_checked(self, make: Callable[[], Value], *, contents: str) -> list[Value]:
         """Return what `make` returns on every rank of the mesh, in order. A collective.
 
         An error of `make` is raised on every rank, as `raise_together` does.
 
         Args:
-            of: name of the objects in messages about the wait for them.
+            contents: name of the objects in messages about the wait for them.
         """
         error, value = None, None
         try:
@@ -216,7 +219,7 @@ class Groups:
         gathered: list[tuple[Report | None, Any]] = []
 
         def gather(report: Report | None) -> list[Report | None]:
-            gathered.extend(self.all_gather((report, value), of=of))
+            gathered.extend(self.all_gather((report, value), contents=contents))
             return [report for report, _ in gathered]
 
         _raise_any(error, gather)
@@ -241,11 +244,11 @@ class Groups:
 
         The ranks are those of the mesh, or of the world.
         """
-        _raise_any(error, partial(self.all_gather, in_world=in_world, of="checks"))
+        _raise_any(error, partial(self.all_gather, in_world=in_world, contents="checks"))
 
     def raised_together(self, *, in_world: bool = False) -> AbstractContextManager[None]:
         """Raise an error inside the context as `raise_together` does."""
-        return _raised_together(partial(self.all_gather, in_world=in_world, of="checks"))
+        return _raised_together(partial(self.all_gather, in_world=in_world, contents="checks"))
 
 
 def raised_together(timeout_s: float) -> AbstractContextManager[None]:
@@ -430,7 +433,8 @@ def check_devices(backend: str, uuids: Sequence[str | None]) -> None:
 
 def unreachable(rank: int, error: Exception) -> RuntimeError:
     """Return the error of a rank that gloo did not connect, with the address that gloo used."""
-    host, address = socket.gethostname(), "no address"
+    host = socket.gethostname()
+    address = "no address"
     with suppress(OSError):
         address = socket.gethostbyname(host)
     interface = os.environ.get("GLOO_SOCKET_IFNAME", "not set")

@@ -94,7 +94,8 @@ def read_sequences(
     Raises:
         ValueError: A mask has holes, or a sequence is beyond the tables of the model.
     """
-    input_ids_BL, mask_BL = batch.columns["input_ids"], batch.mask
+    input_ids_BL = batch.columns["input_ids"]
+    mask_BL = batch.mask
     if mask_BL.numel() == 0:
         nothing = np.zeros(len(mask_BL), np.int64)
         return Sequences(nothing, nothing, () if share_prefixes else None)
@@ -211,11 +212,11 @@ def plan_sequences(
         fillers = max(settings.ranks - rows, 0)
         plans.append(plan_documents(shared, documents, fillers, settings))
         parts.append(held_rows(plans[-1], micro_batch, documents))
-    held = with_offsets(np.concatenate(parts))
+    rows_of_ranks = with_offsets(np.concatenate(parts))
 
-    of_sequences = sources, sequences
-    shares = _with_sequences(held, shared.owners_of(held["document"]), of_sequences)
-    readers = _with_sequences(*rows_read(held, shared, lengths), of_sequences)
+    numbering = sources, sequences
+    shares = _with_sequences(rows_of_ranks, shared.owners_of(rows_of_ranks["document"]), numbering)
+    readers = _with_sequences(*rows_read(rows_of_ranks, shared, lengths), numbering)
     return PlannedSequences(tuple(plans), shares, readers)
 
 
@@ -248,19 +249,19 @@ def _divided(
 
 
 def _with_sequences(
-    held: NDArray[np.void],
+    rows_of_ranks: NDArray[np.void],
     sequence: NDArray[np.int64],
-    of_sequences: tuple[NDArray[np.int64], NDArray[np.int64]],
+    numbering: tuple[NDArray[np.int64], NDArray[np.int64]],
 ) -> NDArray[np.void]:
     """Return a table of dtype SHARE of held rows and the sequence of each entry; -1 for a filler.
 
     Args:
-        of_sequences: [sequences] rank that was given each one, and its index there.
+        numbering: [sequences] rank that was given each one, and its index there.
     """
-    shares = np.empty(len(held), SHARE)
+    shares = np.empty(len(rows_of_ranks), SHARE)
     for name in ("rank", "micro_batch", "start", "stop", "offset"):
-        shares[name] = held[name]
-    for name, values in zip(("source", "sequence"), of_sequences, strict=True):
+        shares[name] = rows_of_ranks[name]
+    for name, values in zip(("source", "sequence"), numbering, strict=True):
         shares[name] = np.append(values, NO_RANK)[sequence]
     return shares
 
@@ -283,44 +284,49 @@ class RowTravel:
 
     Args:
         planned: plans of the sequences of all ranks.
-        own: sequences of this rank's padded batch.
+        sequences_of_rank: sequences of this rank's padded batch.
         shape: [B, L] of this rank's padded batch.
     """
 
     def __init__(
         self,
         planned: PlannedSequences,
-        own: Sequences,
+        sequences_of_rank: Sequences,
         shape: torch.Size,
         groups: Groups,
         device: torch.device,
     ) -> None:
-        self._groups, self.shape = groups, shape
-        self._own, self._device = own, device
+        self._groups = groups
+        self.shape = shape
+        self._sequences = sequences_of_rank
+        self._device = device
         shares, readers = planned.shares, planned.readers
         # Whether any row travels to another rank: the same on every rank.
         self._crosses = bool(
             np.any(readers["source"] != readers["rank"])
             or np.any((shares["source"] != NO_RANK) & (shares["source"] != shares["rank"]))
         )
-        held = shares[shares["rank"] == groups.rank]
-        rows = held["stop"] - held["start"]
+        shares_of_rank = shares[shares["rank"] == groups.rank]
+        rows = shares_of_rank["stop"] - shares_of_rank["start"]
         self.held_rows = int(rows.sum())
         self.rows_of_micro_batches = np.bincount(
-            held["micro_batch"], weights=rows, minlength=len(planned.plans)
+            shares_of_rank["micro_batch"], weights=rows, minlength=len(planned.plans)
         ).astype(int)
         self._forth = self._way(shares)
-        self._back, self._rounds = self._forth, None
+        self._back = self._forth
+        self._rounds = None
         if planned.shared_rows:
             self._back = self._way(readers)
             self._rounds = self._rounds_of(readers)
 
     def _way(self, shares: NDArray[np.void]) -> _Way:
         """Return the way of rows of dtype SHARE, by rank: both ends number them in this order."""
-        ranks, columns = self._groups.ranks, self.shape[1]
+        ranks = self._groups.ranks
+        columns = self.shape[1]
         leaving = shares[shares["source"] == self._groups.rank]
-        sequences, rows = leaving["sequence"], leaving["stop"] - leaving["start"]
-        first_rows = sequences * columns + self._own.firsts[sequences] + leaving["start"]
+        sequences = leaving["sequence"]
+        rows = leaving["stop"] - leaving["start"]
+        first_rows = sequences * columns + self._sequences.firsts[sequences] + leaving["start"]
         sent = _counts(leaving["rank"], rows, ranks)
         padded_rows = expand(first_rows, rows)
 
@@ -416,9 +422,9 @@ class _Back(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, travel: RowTravel, *held: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, travel: RowTravel, *rows_of_rank: Tensor) -> tuple[Tensor, ...]:
         ctx.travel = travel
-        return tuple(travel.back(rows) for rows in held)
+        return tuple(travel.back(rows) for rows in rows_of_rank)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
@@ -445,11 +451,11 @@ class PackedBatch:
         Args:
             outputs: of each micro-batch, the same number of tensors [rows, ...].
         """
-        held = [
+        rows_of_rank = [
             torch.cat(parts) if len(parts) > 1 else parts[0] for parts in zip(*outputs, strict=True)
         ]
         back: Any = _Back.apply
-        return list(back(self.travel, *held))
+        return list(back(self.travel, *rows_of_rank))
 
 
 class OneMicroBatch(NamedTuple):
@@ -478,7 +484,9 @@ class PaddedBatches:
         share_prefixes: bool = False,
     ) -> None:
         self._share_prefixes = share_prefixes
-        self.dispatcher, self._count, self._at_once = dispatcher, count, at_once
+        self.dispatcher = dispatcher
+        self._count = count
+        self._at_once = at_once
         # By lengths and hashes, and by whether there will be a backward; the latest last.
         self._plans: dict[tuple[tuple[OfRank, ...], bool], Future[PlannedSequences]] = {}
         self._plans_kept = PLANS_KEPT
@@ -488,48 +496,51 @@ class PaddedBatches:
     def __deepcopy__(self, memo: dict[int, Any]) -> "PaddedBatches":
         return self  # the copy of a model runs on the same ranks
 
-    def plan_ahead(self, read: Callable[[], Sequence[PaddedBatch]]) -> None:
+    def plan_ahead(self, read_batches: Callable[[], Sequence[PaddedBatch]]) -> None:
         """Begin to plan batches that are packed later, on a thread. A collective call.
 
         `pack` finds the plan of a batch by its lengths and hashes, and plans a batch that is new.
 
         Args:
-            read: returns the batches of this rank, as many as on every rank, or raises ValueError.
+            read_batches: returns the batches of this rank, as many as on every rank, or raises
+                ValueError.
 
         Raises:
             ValueError: A rank's batch cannot be packed; on every rank.
         """
-        by_rank = self.dispatcher.groups.all_gather_checked(
-            lambda: [self._sequences(batch).of_rank for batch in read()],
-            of="lengths of sequences of later batches",
+        batches_of_ranks = self.dispatcher.groups.all_gather_checked(
+            lambda: [self._sequences(batch).of_rank for batch in read_batches()],
+            contents="lengths of sequences of later batches",
         )
-        batches = list(zip(*by_rank, strict=True))
+        batches = list(zip(*batches_of_ranks, strict=True))
         # The same sequences may be planned with and without a backward.
         self._plans_kept = max(self._plans_kept, 2 * len(batches))
-        for of_ranks in batches:
-            self._planned(of_ranks)
+        for sequences_of_ranks in batches:
+            self._planned(sequences_of_ranks)
 
-    def pack(self, read: Callable[[], PaddedBatch]) -> PackedBatch:
+    def pack(self, read_batch: Callable[[], PaddedBatch]) -> PackedBatch:
         """Pack the padded batches of all ranks. A collective call.
 
         Args:
-            read: returns the batch of this rank, or raises ValueError.
+            read_batch: returns the batch of this rank, or raises ValueError.
 
         Raises:
             ValueError: A rank's batch cannot be packed; on every rank.
         """
         groups = self.dispatcher.groups
-        given: list[tuple[PaddedBatch, Sequences]] = []
+        batch_of_rank: list[tuple[PaddedBatch, Sequences]] = []
 
         def lengths_and_hashes() -> OfRank:
-            batch = read()
+            batch = read_batch()
             sequences = self._sequences(batch)
-            given.append((batch, sequences))
+            batch_of_rank.append((batch, sequences))
             return sequences.of_rank
 
-        of_ranks = groups.all_gather_checked(lengths_and_hashes, of="lengths of sequences")
-        planned = self._planned(tuple(of_ranks)).result()
-        ((batch, sequences),) = given
+        sequences_of_ranks = groups.all_gather_checked(
+            lengths_and_hashes, contents="lengths of sequences"
+        )
+        planned = self._planned(tuple(sequences_of_ranks)).result()
+        ((batch, sequences),) = batch_of_rank
         travel = RowTravel(planned, sequences, batch.mask.shape, groups, batch.mask.device)
         rows_NC = travel.forth(
             torch.stack([column_BL.flatten() for column_BL in batch.columns.values()], 1)
@@ -564,19 +575,20 @@ class PaddedBatches:
     def _sequences(self, batch: PaddedBatch) -> Sequences:
         return read_sequences(batch, self.dispatcher.limits, share_prefixes=self._share_prefixes)
 
-    def _planned(self, of_ranks: tuple[OfRank, ...]) -> Future[PlannedSequences]:
+    def _planned(self, sequences_of_ranks: tuple[OfRank, ...]) -> Future[PlannedSequences]:
         """Return the plans for sequences, which a thread makes if they are new."""
         if self._settings is not self.dispatcher.settings:
             self._plans.clear()
             self._settings = self.dispatcher.settings
-        has_backward, settings = torch.is_grad_enabled(), self._settings
+        has_backward = torch.is_grad_enabled()
+        settings = self._settings
         if settings.choices is not None and not has_backward:
             settings = replace(settings, choices=settings.choices.forward_only())
-        key = of_ranks, has_backward or settings.choices is None
+        key = sequences_of_ranks, has_backward or settings.choices is None
         planned = self._plans.pop(key, None)
         if planned is None:
-            lengths = [lengths for lengths, _ in of_ranks]
-            hashes = [hashes for _, hashes in of_ranks if hashes is not None]
+            lengths = [lengths for lengths, _ in sequences_of_ranks]
+            hashes = [hashes for _, hashes in sequences_of_ranks if hashes is not None]
             planned = self._planner.submit(
                 plan_sequences, lengths, settings, hashes if self._share_prefixes else None
             )

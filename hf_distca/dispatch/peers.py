@@ -21,7 +21,8 @@ class PeerExchanges:
     row_bytes = ROW_BYTES
 
     def __init__(self, groups: Groups, device: torch.device) -> None:
-        self.groups, self.device = groups, device
+        self.groups = groups
+        self.device = device
         self._exchange = Exchange(groups)
 
     def buffer(self, peers: Sequence[int], rows: int) -> ExchangeBuffer:
@@ -45,7 +46,8 @@ class PeerExchanges:
     def _row_counts(self, peers: Sequence[int], rows: int) -> tuple[list[int], list[int]]:
         """Return [ranks] numbers of rows that this rank sends to each rank and receives."""
         ranks = range(self.groups.ranks)
-        receiver, sender = peers[self.groups.rank], peers.index(self.groups.rank)
+        receiver = peers[self.groups.rank]
+        sender = peers.index(self.groups.rank)
         sent = [rows if rank == receiver else 0 for rank in ranks]
         received = [rows if rank == sender else 0 for rank in ranks]
         return sent, received

@@ -4,13 +4,14 @@ from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
 from hf_distca.dispatch.recorder import Work
 from hf_distca.dispatch.rows import IndexBuffer, row_index
 from hf_distca.kernels import AttentionParams
 from hf_distca.plan import AttentionKind, MicroBatchPlan, Plan
-from hf_distca.plan.routes import Routes
+from hf_distca.plan.routes import ExchangedRows, Routes
 from hf_distca.planner.settings import PlanSettings
 
 
@@ -21,16 +22,19 @@ class ServerRows:
     """
 
     def __init__(self, server: int, routes: Routes, ranks: int, buffer: IndexBuffer) -> None:
-        self.server, worker = (
-            server,
-            ranks + server,
-        )  # its index among the plan's servers, and among all workers
-        q_rows, k_rows = (
-            np.split(messages.send_rows, np.cumsum(messages.send_counts))[worker]
-            for messages in (routes.queries, routes.stages[0].keys)
-        )
-        self.q_rows, self.k_rows = row_index(q_rows, buffer), row_index(k_rows, buffer)
-        self.q_count, self.k_count = len(q_rows), len(k_rows)
+        self.server = server  # index among the plan's servers
+        worker = ranks + server
+        q_rows = _rows_sent_to(worker, routes.queries)
+        k_rows = _rows_sent_to(worker, routes.stages[0].keys)
+        self.q_rows = row_index(q_rows, buffer)
+        self.k_rows = row_index(k_rows, buffer)
+        self.q_count = len(q_rows)
+        self.k_count = len(k_rows)
+
+
+def _rows_sent_to(worker: int, messages: ExchangedRows) -> NDArray[np.int64]:
+    """Return the local rows that a rank sends to one worker."""
+    return np.split(messages.send_rows, np.cumsum(messages.send_counts))[worker]
 
 
 class RemoteCall(Protocol):

@@ -56,7 +56,8 @@ class IndexBuffer:
             self._device_B = self._host_B
             if self.device.type != "cpu":
                 self._device_B = torch.empty(size, dtype=torch.uint8, device=self.device)
-        start, stop = self._used, self._used + dense.nbytes
+        start = self._used
+        stop = self._used + dense.nbytes
         self._host_B.numpy()[start:stop] = dense.view(np.uint8)
         self._used = aligned(stop)
         return self._device_B[start:stop].view(torch.from_numpy(dense[:0]).dtype)

@@ -104,7 +104,8 @@ class Signs:
     """
 
     def __init__(self, line: StoreLine, rank: int, ranks: int, limit_s: float) -> None:
-        self.line, self.rank = line, rank
+        self.line = line
+        self.rank = rank
         self.others = [other for other in range(ranks) if other != rank]
         self.sign_s = max(min(SIGN_S, limit_s / 20), 0.05)
         self.silent_s = SILENT_SIGNS * self.sign_s

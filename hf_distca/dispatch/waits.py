@@ -66,7 +66,8 @@ class Waits:
     """
 
     def __init__(self, store: dist.Store | None, rank: int, ranks: int, limit_s: float) -> None:
-        self.rank, self.ranks = rank, ranks
+        self.rank = rank
+        self.ranks = ranks
         self.line: StoreLine | None = None
         self._watch = _Watch(rank, limit_s)
         if store is not None and ranks > 1:
@@ -91,7 +92,8 @@ class Waits:
         """Note the part of the run that begins now, such as "the backward of step 3"."""
         watch = self._watch
         if watch.present is not None:
-            watch.present, watch.failed = Present(place, "", time.monotonic()), None
+            watch.present = Present(place, "", time.monotonic())
+            watch.failed = None
 
     @contextmanager
     def watched(self, place: str, *, explains: bool = True) -> Iterator[None]:
@@ -106,11 +108,13 @@ class Waits:
             self.at(place)
             yield
             return
-        watch.present, watch.failed = Present(place, "", time.monotonic()), None
+        watch.present = Present(place, "", time.monotonic())
+        watch.failed = None
         try:
             yield
         except Exception as error:
-            watch.failed, watch.present = watch.failed or watch.present, None
+            watch.failed = watch.failed or watch.present
+            watch.present = None
             if explains and says_that_another_is_gone(error) and self.line is not None:
                 raise self.explained(error) from error
             raise
@@ -136,7 +140,8 @@ class _Wait:
     __slots__ = ("_before", "_name", "_watch")
 
     def __init__(self, watch: "_Watch", name: str) -> None:
-        self._watch, self._name = watch, name
+        self._watch = watch
+        self._name = name
 
     def __enter__(self) -> None:
         self._before = before = self._watch.present
@@ -153,7 +158,8 @@ class _Wait:
         trace: TracebackType | None,
     ) -> None:
         watch, before = self._watch, self._before
-        present, now = watch.present, time.monotonic()
+        present = watch.present
+        now = time.monotonic()
         watch.present = before and before._replace(since=now)
         if (
             error is None
@@ -182,7 +188,8 @@ class _Watch:
             None  # the wait that failed in this context of `Waits.watched`
         )
         self.signs: Signs | None = None
-        self._rank, self._limit_s = rank, limit_s
+        self._rank = rank
+        self._limit_s = limit_s
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="watch of waits", daemon=True)
 
@@ -203,7 +210,8 @@ class _Watch:
     def explained(self, present: Present, error: BaseException) -> RankLost:
         """Return the error that says why a wait failed."""
         atexit.register(_end_soon)
-        seconds, signs = time.monotonic() - present.since, self.signs
+        seconds = time.monotonic() - present.since
+        signs = self.signs
         if signs is not None:  # a rank that has just gone is silent from now on
             until = time.monotonic() + signs.silent_s + 3 * signs.sign_s
             while (

@@ -72,7 +72,8 @@ class CpuKernel:
     ) -> tuple[Tensor, Tensor]:
         """See `Kernel.forward`."""
         check_tensors(q_QHD, k_KGD, v_KGE, shapes, params.causal)
-        head_dim_v, dtype = v_KGE.shape[2], q_QHD.dtype
+        head_dim_v = v_KGE.shape[2]
+        dtype = q_QHD.dtype
         q_QHD, k_KGD, v_KGE = _one_head_dim(q_QHD, k_KGD, v_KGE)
         lse_QH = q_QHD.new_full(q_QHD.shape[:2], -torch.inf, dtype=_accumulator(dtype))
         o_QHE = lse_QH.new_zeros(*q_QHD.shape[:2], v_KGE.shape[2])
@@ -101,7 +102,9 @@ class CpuKernel:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """See `Kernel.backward`."""
         check_tensors(q_QHD, k_KGD, v_KGE, shapes, params.causal)
-        head_dim_qk, head_dim_v, dtype = q_QHD.shape[2], v_KGE.shape[2], q_QHD.dtype
+        head_dim_qk = q_QHD.shape[2]
+        head_dim_v = v_KGE.shape[2]
+        dtype = q_QHD.dtype
         # In bfloat16 and float16 the op rounds dk and dv after every tile of rows, and is 3 times
         # slower than in float32 where the processor has no matrix instructions for them.
         tensors = (x.to(_accumulator(dtype)) for x in (do_QHE, q_QHD, k_KGD, v_KGE, o_QHE))
@@ -248,7 +251,8 @@ def _forward(
         options = {"attn_mask": call.mask, "scale": params.scale}
         o_BHRE, lse_BHR = _flash_forward(q_BHRD, k_BGSD, v_BGSE, 0.0, call.causal, **options)
         return o_BHRE, lse_BHR
-    dtype, heads = _accumulator(q_BHRD.dtype), q_BHRD.shape[1]
+    dtype = _accumulator(q_BHRD.dtype)
+    heads = q_BHRD.shape[1]
     q_BGMD = _by_kv_head(q_BHRD.to(dtype), k_BGSD.shape[1])
     s_BGMS = (
         (q_BGMD @ k_BGSD.to(dtype).mT)

@@ -48,7 +48,8 @@ def _merge_on_cpu(
     for start in range(0, len(o_part), step):
         chunk = slice(start, start + step)
         rows = chunk if rows_Q is None else rows_Q[chunk]
-        o_chunk, lse_chunk = o[rows].to(lse.dtype), lse[rows]
+        o_chunk = o[rows].to(lse.dtype)
+        lse_chunk = lse[rows]
         _merge(o_chunk, lse_chunk, o_part[chunk], lse_part[chunk])
         o[rows] = o_chunk.to(o.dtype)
         lse[rows] = lse_chunk

@@ -110,7 +110,8 @@ def _scores(q_QHD: Tensor, k_KHD: Tensor, params: AttentionParams) -> tuple[Tens
     slope_HQK = torch.ones_like(scores_HQK)
     if params.softcap is not None:
         capped_HQK = torch.tanh(scores_HQK / params.softcap)
-        scores_HQK, slope_HQK = params.softcap * capped_HQK, 1 - capped_HQK**2
+        scores_HQK = params.softcap * capped_HQK
+        slope_HQK = 1 - capped_HQK**2
     if params.causal:
         rows, keys = q_QHD.shape[0], k_KHD.shape[0]
         row_Q1 = torch.arange(rows, device=q_QHD.device).unsqueeze(1) + keys - rows

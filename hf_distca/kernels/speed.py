@@ -66,13 +66,15 @@ def measure_speed(kernel: Kernel, device: torch.device) -> float:
 
     It is the median of at least three.
     """
-    on_cuda, need = device.type == "cuda", measured_need(device)
+    on_cuda = device.type == "cuda"
+    need = measured_need(device)
     tokens, q_heads, kv_heads, head_dim = FILLING_WORK if on_cuda else USUAL_WORK
     q_THD, k_TGD, v_TGD, do_THD = (
         torch.full((tokens, heads, head_dim), 0.1, dtype=need.dtype, device=device)
         for heads in (q_heads, kv_heads, kv_heads, q_heads)
     )
-    shapes, params = TaskShapes.build([tokens], [tokens], device), need.params
+    shapes = TaskShapes.build([tokens], [tokens], device)
+    params = need.params
     times: list[float] = []
     while len(times) < 4 or sum(times[1:]) < MEASURED_S:
         begin = time.perf_counter()

@@ -110,7 +110,8 @@ def cuts(q_lens: Sequence[int], k_lens: Sequence[int], grid: Grid, heads: int) -
 
     # 2. The least cost of the first runs, and where their last kernel call begins.
     runs = len(borders) - 1
-    least_cost, begins = np.zeros(runs + 1), np.zeros(runs + 1, dtype=np.int64)
+    least_cost = np.zeros(runs + 1)
+    begins = np.zeros(runs + 1, dtype=np.int64)
     for end in range(1, runs + 1):
         tallest_q, tallest_k = (
             np.maximum.accumulate(x[:end][::-1])[::-1] for x in (longest_q, longest_k)
@@ -123,7 +124,8 @@ def cuts(q_lens: Sequence[int], k_lens: Sequence[int], grid: Grid, heads: int) -
         least_cost[end] = cost[begins[end]]
 
     # 3. Back from the end.
-    borders_of_calls, end = [tasks], runs
+    borders_of_calls = [tasks]
+    end = runs
     while end:
         end = int(begins[end])
         borders_of_calls.append(int(borders[end]))

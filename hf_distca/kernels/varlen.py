@@ -202,13 +202,12 @@ class FlashVarlenKernel:
                 options = {**self._arguments(part, params, self.no_softcap), **self.forward_options}
                 o_QHR, lse_HQ, *_ = self._forward(q, k, v, **options)
             else:  # filled in below
-                o_QHR, lse_HQ = (
-                    q.new_empty(len(q), heads, head_dim_r),
-                    q.new_empty(heads, len(q), dtype=torch.float32),
-                )
+                o_QHR = q.new_empty(len(q), heads, head_dim_r)
+                lse_HQ = q.new_empty(heads, len(q), dtype=torch.float32)
             o_parts.append(o_QHR)
             lse_parts.append(lse_HQ)
-        o_QHE, lse_HQ = _joined(o_parts, v_KGE.shape[2]), _joined(lse_parts, dim=1)
+        o_QHE = _joined(o_parts, v_KGE.shape[2])
+        lse_HQ = _joined(lse_parts, dim=1)
         for rows_without_keys in _without_partners(shapes)[0]:
             o_QHE[rows_without_keys] = 0
             lse_HQ[:, rows_without_keys] = -torch.inf

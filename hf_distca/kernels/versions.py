@@ -13,7 +13,8 @@ from .contract import Need
 from .split import ALL_EVEN
 from .varlen import FlashVarlenKernel, MissingPackageError
 
-HUB_BUILD, HUB_VERSION = "kernels-community/flash-attn3", 1
+HUB_BUILD = "kernels-community/flash-attn3"
+HUB_VERSION = 1
 FIRST_WITH_FA4_WINDOWS = (2, 13)
 
 
@@ -159,10 +160,8 @@ class TorchVarlenKernel(FlashVarlenKernel):
             return f"{active} is activated in torch, which does not run on {gpu} so; {undo}"
         if active == "FA3":
             return _not_deterministic(self.name, need)
-        version, window = (
-            tuple(int(part) for part in torch.__version__.split(".")[:2]),
-            need.params.window,
-        )
+        version = tuple(int(part) for part in torch.__version__.split(".")[:2])
+        window = need.params.window
         if window is not None and version < FIRST_WITH_FA4_WINDOWS:
             return (
                 f"FA4 is activated in torch, and torch {torch.__version__} gives it no windows, "
@@ -175,7 +174,8 @@ class TorchVarlenKernel(FlashVarlenKernel):
 
     def _more_of_backward(self, q_QHP: Tensor) -> dict[str, Any]:
         # The state of a random number generator that nothing draws from without dropout.
-        rng_state, unused = q_QHP.new_empty(2, dtype=torch.uint64), q_QHP.new_empty(0)
+        rng_state = q_QHP.new_empty(2, dtype=torch.uint64)
+        unused = q_QHP.new_empty(0)
         return {"dropout_p": 0.0, "rng_state": rng_state, "unused": unused}
 
 

@@ -98,7 +98,7 @@ def raised_in(error: BaseException) -> str:
 
     It is the last one outside of torch, such as a package's kernel.
     """
-    of_torch = str(Path(torch.__file__).parent)
+    torch_folder = str(Path(torch.__file__).parent)
     frames = traceback.extract_tb(error.__traceback__)
-    last = next(frame for frame in reversed(frames) if not frame.filename.startswith(of_torch))
+    last = next(frame for frame in reversed(frames) if not frame.filename.startswith(torch_folder))
     return f"{last.name} of {'/'.join(Path(last.filename).parts[-3:])}"

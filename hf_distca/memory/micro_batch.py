@@ -129,7 +129,8 @@ def count_peaks(
 
     def decoder_ended(_module: nn.Module, _args: Any, output: Any) -> None:
         live.part = "loss"
-        live.repeats, live.layers_ended = False, True
+        live.repeats = False
+        live.layers_ended = True
         output[0].register_hook(loss_ended)
 
     def loss_ended(_gradient: Tensor) -> None:
@@ -259,5 +260,7 @@ def _checkpoint(model: Any, checkpointing: Mapping[str, Any] | None) -> None:
         disable_checkpointing(model)
         return
     options = dict(checkpointing)
-    every = {"every_n_layers": options.pop("every_n_layers")} if "every_n_layers" in options else {}
-    enable_checkpointing(model, options or {"use_reentrant": False}, **every)
+    layer_options = (
+        {"every_n_layers": options.pop("every_n_layers")} if "every_n_layers" in options else {}
+    )
+    enable_checkpointing(model, options or {"use_reentrant": False}, **layer_options)

@@ -64,7 +64,8 @@ def model_state(model: nn.Module, strategy: Strategy, ranks: int, *, mixed: bool
         return -(-parameter_bytes(model, width, trained=trained) // ranks)
 
     trained_share = share(float32, trained=True)
-    gathered, reduced = at_a_time(2), at_a_time(1, trained=True)
+    gathered = at_a_time(2)
+    reduced = at_a_time(1, trained=True)
     if strategy == "fsdp2":
         return ModelState(share(float32) + gathered, trained_share + reduced, 2 * trained_share)
     return ModelState(

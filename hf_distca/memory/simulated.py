@@ -37,14 +37,11 @@ def gpu_memory(
     V of its group and their gradients.
     """
     settings = replace(settings, kernel=KERNEL)
-    alone, most = (
-        replace(settings, ranks=1, ranks_per_node=1, ping_pong=False),
-        settings.tokens_per_rank,
-    )
+    alone = replace(settings, ranks=1, ranks_per_node=1, ping_pong=False)
+    full_rows = settings.tokens_per_rank
     model = model_of_config(divided_config(config, setup.tensor_parallel), torch.float32)
-    counter, counter_alone = (
-        MemoryCounter(model, each, options, by_config=True) for each in (settings, alone)
-    )
+    counter = MemoryCounter(model, settings, options, by_config=True)
+    counter_alone = MemoryCounter(model, alone, options, by_config=True)
     checkpointing: dict[str, Any] | None = {} if setup.checkpointing else None
     training = Training(
         "fsdp2", settings.bytes_per_value == 2, checkpointing, shards=settings.ranks
@@ -57,16 +54,20 @@ def gpu_memory(
     def memory(
         strategy: Strategy, rows: int, plan: MicroBatchPlan | None
     ) -> tuple[int | None, int]:
-        state = sum(without_exchange(most).state)
+        state = sum(without_exchange(full_rows).state)
         if strategy.servers:  # the memory of a server is unknown
             return None, state
         if plan is not None:
             return sum(counter.count(plan, training).parts.values()), state
-        half, full = (sum(without_exchange(each).parts.values()) for each in (most // 2, most))
-        extended = round(full + (full - half) * (rows - most) / (most - most // 2))
+        # A line through half and full rows.
+        half_rows = full_rows // 2
+        half = sum(without_exchange(half_rows).parts.values())
+        full = sum(without_exchange(full_rows).parts.values())
+        extended = round(full + (full - half) * (rows - full_rows) / (full_rows - half_rows))
+        # K and V of the other ranks of the group, and their gradients.
         widest = max(kind.kv_heads * (kind.dim_qk + kind.dim_v) for kind in settings.kinds)
-        return extended + 2 * rows * (
-            strategy.context - 1
-        ) * widest * setup.profile.bytes_per_value, state
+        other_rows = rows * (strategy.context - 1)
+        gathered = 2 * other_rows * widest * setup.profile.bytes_per_value
+        return extended + gathered, state
 
     return memory

@@ -55,10 +55,12 @@ class FlashMemory(TorchVarlenKernel):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return empty gradients."""
         dq_QHD, dk_KGD, dv_KGE = map(torch.empty_like, (q_QHD, k_KGD, v_KGE))
-        taken = [torch.empty_like(q_QHD, dtype=torch.float32), torch.empty_like(lse_QH)]
+        buffers = [torch.empty_like(q_QHD, dtype=torch.float32), torch.empty_like(lse_QH)]
         if q_QHD.shape[1] != k_KGD.shape[1]:
-            taken += [x.new_empty((x.shape[0], q_QHD.shape[1], x.shape[2])) for x in (k_KGD, v_KGE)]
-        del taken
+            buffers += [
+                x.new_empty((x.shape[0], q_QHD.shape[1], x.shape[2])) for x in (k_KGD, v_KGE)
+            ]
+        del buffers
         return dq_QHD, dk_KGD, dv_KGE
 
 
@@ -77,10 +79,8 @@ class RecurrenceMemory:
 
     def __call__(self, *args: Tensor, **options: Any) -> Any:
         """Return an empty result, and an empty state where the function returns one."""
-        tensors, is_rule = (
-            [*args, *(options[name] for name in ("g", "beta") if name in options)],
-            "g" in options,
-        )
+        tensors = [*args, *(options[name] for name in ("g", "beta") if name in options)]
+        is_rule = "g" in options
         apply: Any = _RecurrenceMemory.apply
         out, final = apply(self._values, is_rule, *tensors)
         return (out, final) if is_rule or options.get("return_final_states") else out
@@ -89,15 +89,17 @@ class RecurrenceMemory:
 class _RecurrenceMemory(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, values: int, is_rule: bool, *tensors: Tensor) -> tuple[Tensor, Tensor]:
-        of_values, of_keys = tensors[values], tensors[1] if is_rule else tensors[3]
-        (_, rows, heads, columns), state_rows = of_values.shape, of_keys.shape[3]
+        values_tensor = tensors[values]
+        keys_tensor = tensors[1] if is_rule else tensors[3]
+        (_, rows, heads, columns) = values_tensor.shape
+        state_rows = keys_tensor.shape[3]
         chunks = -(-rows // CHUNK)
-        kept = [of_values.new_empty((1, rows, heads, CHUNK))] if is_rule else []
-        states = of_values.new_empty((chunks, heads, state_rows, columns))
+        kept = [values_tensor.new_empty((1, rows, heads, CHUNK))] if is_rule else []
+        states = values_tensor.new_empty((chunks, heads, state_rows, columns))
         shape = (1, heads, state_rows, columns) if is_rule else (1, heads, columns, state_rows)
         ctx.states = states.shape
         ctx.save_for_backward(*tensors, *kept)
-        return torch.empty_like(of_values), of_values.new_empty(shape, dtype=torch.float32)
+        return torch.empty_like(values_tensor), values_tensor.new_empty(shape, dtype=torch.float32)
 
     @staticmethod
     def backward(ctx: Any, d_out: Tensor, _d_final: Tensor) -> tuple[Tensor | None, ...]:

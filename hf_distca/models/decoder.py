@@ -21,9 +21,9 @@ def base_model(model: nn.Module) -> PreTrainedModel:
 
 def backbone(model: PreTrainedModel) -> nn.Module:
     """Return a model without its head, or the model itself if it has none."""
-    found: nn.Module = model.base_model
+    inner: nn.Module = model.base_model
     # Llama4ForCausalLM, for one, names another attribute than it has.
-    return getattr(model, "model", model) if found is model else found
+    return getattr(model, "model", model) if inner is model else inner
 
 
 def decoder_attentions(model: PreTrainedModel) -> dict[str, nn.Module]:

@@ -38,8 +38,8 @@ def config_depends_on_length(config: Any) -> bool:
 def rope_parameters(config: Any) -> list[dict[str, Any]]:
     """Return the parameters of a config's RoPE, in a list of one, or one for each type of layer."""
     parameters = getattr(config, "rope_parameters", None) or {}
-    by_layer_type = [value for value in parameters.values() if isinstance(value, dict)]
-    return by_layer_type or [parameters]
+    layer_types = [value for value in parameters.values() if isinstance(value, dict)]
+    return layer_types or [parameters]
 
 
 def rotary_modules(model: nn.Module) -> dict[str, nn.Module]:

@@ -292,7 +292,9 @@ class DeferredLogits:
         steps: tuple[Step, ...] = (),
         sample: Tensor | None = None,
     ) -> None:
-        self._head, self._hidden, self._steps = head, hidden, steps
+        self._head = head
+        self._hidden = hidden
+        self._steps = steps
         self._sample = as_autocast(hidden.new_empty(1)) if sample is None else sample
         self._tensor: Tensor | None = None  # set once the logits are computed with gradients
 

@@ -202,7 +202,8 @@ class _OfLinear(torch.autograd.Function):
                 "the backward of a loss computed in chunks ran a second time, but the first "
                 "backward freed the gradients; set loss_chunk_bytes=0 to use retain_graph=True"
             )
-        gradients, ctx.gradients = ctx.gradients, None
+        gradients = ctx.gradients
+        ctx.gradients = None
         return *(None if gradient is None else gradient.mul_(grad) for gradient in gradients), *[
             None
         ] * 6

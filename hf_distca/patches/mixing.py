@@ -68,7 +68,8 @@ def plan_mixing(layer: nn.Module) -> int:
     for module in modules:
         if isinstance(module, _MixingModule):
             continue
-        names, run = functions(module), None
+        names = functions(module)
+        run = None
         if names is not None and LIGHTNING in names:
             run = lightning_attention
         elif names is not None:

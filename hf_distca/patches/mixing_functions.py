@@ -45,7 +45,8 @@ class MixingCall:
     """One call of a mixing module in a planned step."""
 
     def __init__(self, module: nn.Module, plan: BoundPlan) -> None:
-        self.module, self.plan = module, plan
+        self.module = module
+        self.plan = plan
         self.mixed: list[str] = []  # functions that the module has called, in order
 
     def run(self, forward: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -285,7 +286,8 @@ def lightning_attention(
     Here that forward runs on the projected rows, with identities for all modules around the
     recurrence.
     """
-    call, stock = _call.get(), stock_forward(module)
+    call = _call.get()
+    stock = stock_forward(module)
     heads, size = module.num_attention_heads, module.head_dim
     identity = nn.Identity()
     inner = SimpleNamespace(**vars(module), **dict(module.named_buffers(recurse=False)))
@@ -396,8 +398,11 @@ class _Recurrence:
         packed: bool,
         shapes: tuple[tuple[int, ...], tuple[int, ...]],
     ) -> None:
-        self._rows, self._no_rows, self._run = rows, no_rows, run
-        self._cuts, self._chains = nano.cuts, nano.cuts.chains
+        self._rows = rows
+        self._no_rows = no_rows
+        self._run = run
+        self._cuts = nano.cuts
+        self._chains = nano.cuts.chains
         self._exchange = StateExchange(self._chains, shapes, **call.exchange(nano))
         # By call: the number of its cut segment, or None; and the rows of each of its documents.
         self._calls = _calls_on_segments(self._chains.cut, nano.cuts.sizes, packed=packed)
@@ -440,11 +445,11 @@ class _Recurrence:
             state = None if number is None else states[number]
             if state is None:
                 continue
-            read = self._results[index].read
-            assert read is not None  # the segment has a state before it
+            read_state = self._results[index].read
+            assert read_state is not None  # the segment has a state before it
             rows = outputs[index]
             with without_autocast(state.device.type):
-                outputs[index] = (rows.float() + read(state)).to(rows.dtype)
+                outputs[index] = (rows.float() + read_state(state)).to(rows.dtype)
         return outputs
 
 

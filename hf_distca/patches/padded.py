@@ -206,10 +206,10 @@ def _padded_batch(arguments: dict[str, Any]) -> PaddedBatch:
     if mask_BL is None:
         mask_BL = torch.ones_like(input_ids_BL)
     if not isinstance(mask_BL, Tensor) or mask_BL.shape != shape:
-        found = (
+        problem = (
             tuple(mask_BL.shape) if isinstance(mask_BL, Tensor) else f"a {type(mask_BL).__name__}"
         )
-        raise Batch.OTHER_MASK.error(found=found, shape=tuple(shape))
+        raise Batch.OTHER_MASK.error(found=problem, shape=tuple(shape))
     # Without position_ids models number the columns, padding included.
     numbers_BL = torch.arange(shape[1], device=input_ids_BL.device).expand(shape)
     columns = {"input_ids": input_ids_BL.long(), "position_ids": numbers_BL}
@@ -236,7 +236,8 @@ def _padded_result(results: list[Any], packed: PackedBatch) -> Any:
 
     # The first micro-batch has the structure of all of them.
     leaves, structure = tree_flatten(results[0])
-    rows, shape = packed.micro_batches[0][1].rows, packed.travel.shape
+    rows = packed.micro_batches[0][1].rows
+    shape = packed.travel.shape
 
     def padded(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):

@@ -11,7 +11,8 @@ from hf_distca.plan.intervals import IntArray, Table, row_counts
 from hf_distca.plan.moves import rows_to_move
 from hf_distca.plan.nodes import NETWORK_BANDWIDTH, NODE_BANDWIDTH
 
-WITHIN, BETWEEN = 0, 1
+WITHIN = 0
+BETWEEN = 1
 """Indices of links inside a node and between nodes."""
 BANDWIDTHS = (NODE_BANDWIDTH, NETWORK_BANDWIDTH)
 """GB/s of these links."""
@@ -22,7 +23,8 @@ def loads_of(plan: Plan, row_overhead: int = 0) -> IntArray:
 
     Each query row counts as `row_overhead` further pairs.
     """
-    loads, tasks = np.zeros(plan.workers, np.int64), plan.tasks
+    loads = np.zeros(plan.workers, np.int64)
+    tasks = plan.tasks
     amount = pairs(tasks["start"], tasks["stop"], plan.window) + row_overhead * row_counts(tasks)
     np.add.at(loads, tasks["worker"], amount)
     return loads

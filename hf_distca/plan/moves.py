@@ -180,7 +180,8 @@ def _in_stages_of_windows(
     Returns:
         [pieces] index of the task of each piece, and the pieces, of dtype MOVE.
     """
-    target, lengths = tasks["target"], row_counts(tasks)
+    target = tasks["target"]
+    lengths = row_counts(tasks)
     keys = tasks["keys_stop"] - tasks["keys_start"]
     # A query has the place of its own key among the rows sent to the worker, task after task.
     keys_before = np.cumsum(keys) - keys
@@ -342,7 +343,8 @@ class _Paths:
             first_hop["source"],
         )
         order = np.lexsort(keys)
-        first_hop, readers = first_hop.take(order), readers[order]
+        first_hop = first_hop.take(order)
+        readers = readers[order]
         forwarded = np.argsort(order)[forwarded]
 
         # A path begins where any of its ranks changes.

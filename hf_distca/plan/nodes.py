@@ -32,7 +32,8 @@ def node_sizes(ranks: int, ranks_per_node: int | Sequence[int]) -> tuple[int, ..
                 f"together; {advice}"
             )
         return (ranks_per_node,) * (ranks // ranks_per_node)
-    sizes, named = tuple(ranks_per_node), ",".join(map(str, ranks_per_node))
+    sizes = tuple(ranks_per_node)
+    named = ",".join(map(str, ranks_per_node))
     if min(sizes, default=0) < 1 or sum(sizes) != ranks:
         raise RefusedError(
             f"ranks_per_node={named} adds up to {sum(sizes)} ranks, but {ranks} ranks train; "

@@ -353,7 +353,8 @@ def _up_to_queries(
     start = np.maximum(stretches["start"], stretches["keys_start"])
     has_queries = start < stretches["keys_stop"]
     reads = reads.compress(has_queries[np.cumsum(~continues) - 1])
-    stretches, start = stretches.compress(has_queries), start[has_queries]
+    stretches = stretches.compress(has_queries)
+    start = start[has_queries]
     q_lens = stretches["keys_stop"] - start
     k_lens = stretches["keys_stop"] - stretches["keys_start"]
     return CallTasks(

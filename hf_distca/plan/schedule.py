@@ -52,7 +52,8 @@ CallKey = tuple[TaskName, int]
 AHEAD = 2
 """Number of stages sent before the first is computed, so that one travels while one is computed.
 Then one more is sent with each computed stage."""
-TO_SERVERS, FROM_SERVERS = " to servers", " from servers"
+TO_SERVERS = " to servers"
+FROM_SERVERS = " from servers"
 """Suffixes in names of transfers, and of phases that begin and end a call to servers."""
 KeptRows = Literal["nothing", "received", "results"]
 """Received rows that the forward keeps: nothing (rows are sent again), Q, K and V, or O and LSE
@@ -238,7 +239,8 @@ def _transfers(
         server_columns: tuple[str, ...] = ("q", "k", "v")
         results: tuple[str, ...] = ("o", "lse")
         server_results = results
-        key_stages, returned_stages = stages, 0
+        key_stages = stages
+        returned_stages = 0
     else:
         query_columns = {
             "nothing": ("do", "o", "lse", "q"),
@@ -281,7 +283,8 @@ def _local_calls(
     places = LOCAL_TASKS[direction, turn]
     tasks: tuple[TaskName, ...] = ("local 1/2", "local 2/2")
     if len(places) == 1 or ("local 1/2", 0) not in calls:
-        places, tasks = places[:1], ("local",)
+        places = places[:1]
+        tasks = ("local",)
     return {
         place: _chosen(calls, KernelCall(name, "local", "local"))
         for place, name in zip(places, tasks, strict=True)

@@ -9,7 +9,8 @@ from hf_distca.plan import Plan, moves
 
 EXCHANGE_BUFFER_BYTES = 1 << 28
 """Bytes of K/V rows in an exchange buffer; 65536 rows of Llama-3-8B in bfloat16."""
-BUFFERS, BUFFERS_IN_HOPS = 3, 5
+BUFFERS = 3
+BUFFERS_IN_HOPS = 5
 """Numbers of buffers for sending, and for receiving: the stages that are in memory at once."""
 STAGES_ALONE = 4
 """Number of stages of a lone nano-batch, if the stages are worth it: the first one travels while
@@ -33,7 +34,7 @@ def stage_slots(stages: int, *, forwards: bool) -> tuple[int, ...]:
 
 
 def with_stages(
-    plan: Plan, buffer_rows: int, *, most: int, stages: int, together: bool = False
+    plan: Plan, buffer_rows: int, *, busiest_rows: int, stages: int, together: bool = False
 ) -> Plan:
     """Divide a plan without stages into stages, if its exchanges need them.
 
@@ -41,12 +42,12 @@ def with_stages(
         buffer_rows, most, stages, together: as in `stage_rows`. `count_plan` counts `most`.
     """
     in_hops = plan.nodes is not None
-    rows = stage_rows(most, buffer_rows, stages=stages, in_hops=in_hops, together=together)
+    rows = stage_rows(busiest_rows, buffer_rows, stages=stages, in_hops=in_hops, together=together)
     return replace(plan, stage_rows=rows)
 
 
 def stage_rows(
-    most: int, buffer_rows: int, *, stages: int, in_hops: bool, together: bool = False
+    busiest_rows: int, buffer_rows: int, *, stages: int, in_hops: bool, together: bool = False
 ) -> int | None:
     """Return how many K/V rows a stage has; None if all rows travel at once.
 
@@ -57,16 +58,16 @@ def stage_rows(
         together: whether a stage may take several buffers if all rows fit into all buffers. No
             number of stages takes more memory then.
     """
-    rows = -(-most // stages)
+    rows = -(-busiest_rows // stages)
     if (
         in_hops and stages > 1
     ):  # rows on the same path are spread in blocks, so stages cannot be quite even
         rows += rows // moves.PARTS
     rows = max(rows, SMALLEST_STAGE)
     buffers = 1 if not together else BUFFERS_IN_HOPS if in_hops else BUFFERS
-    if most > buffers * buffer_rows:
+    if busiest_rows > buffers * buffer_rows:
         rows = min(rows, buffer_rows)
-    return rows if most > rows else None
+    return rows if busiest_rows > rows else None
 
 
 def rows_by_stage(plan: Plan) -> NDArray[np.int64]:

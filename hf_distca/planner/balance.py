@@ -114,7 +114,8 @@ def balance(
 
 def _check_nodes(nodes: Sequence[int], problem: Problem) -> None:
     """Raise ValueError unless every worker has a node, and nodes are numbered as ranks are."""
-    ranks, workers = problem.layout.ranks, len(problem.workers)
+    ranks = problem.layout.ranks
+    workers = len(problem.workers)
     node_of_rank = np.asarray(nodes)[:ranks]
     changes = np.diff(node_of_rank, prepend=node_of_rank[:1]) != 0
     ranks_are_ordered = np.array_equal(node_of_rank, np.cumsum(changes))
@@ -184,7 +185,8 @@ def _passes(
         finishing = problem.workers.finishing(problem.loads(tasks))
         return float(np.max(finishing[has_limit] / limit[has_limit], initial=0.0))
 
-    best_tasks, earliest = tasks, latest(tasks)
+    best_tasks = tasks
+    earliest = latest(tasks)
     for share in AIM:
         if earliest <= 1 or not len(tasks):
             break

@@ -282,7 +282,8 @@ def _sources(
     documents: list[int] = tasks["document"].tolist()
     parts_of_task: dict[int, list[Part]] = {}
     for giver, flows_of_giver in flows.items():
-        first_own, stop = first_task[giver], first_task[giver + 1]
+        first_own = first_task[giver]
+        stop = first_task[giver + 1]
         own_tasks = tasks[first_own:stop]
         low = pairs(0, own_tasks["start"], problem.pair_window).astype(np.float64)
         high = pairs(0, own_tasks["stop"], problem.pair_window).astype(np.float64)
@@ -367,12 +368,15 @@ class _CutTask:
 
     def _costs(self, cuts: FloatArray, held_rows: FloatArray) -> FloatArray:
         """Return [places] the cost in bytes of cutting a task at [places, parts + 1] rows."""
-        problem, block = self.problem, self.problem.block
+        problem = self.problem
+        block = self.problem.block
         # 1. Count the bytes of the parts.
-        starts, stops = cuts[:, :-1], cuts[:, 1:]
+        starts = cuts[:, :-1]
+        stops = cuts[:, 1:]
         costs = self.price.bytes_of(starts, stops, held_rows).sum(axis=1)
         # 2. Forbid tasks smaller than a block, except at a document's end.
-        first_cut, last_cut = cuts[:, 0], cuts[:, -1]
+        first_cut = cuts[:, 0]
+        last_cut = cuts[:, -1]
         short_tasks = (stops - starts < block).sum(axis=1)
         short_tasks += (first_cut > self.start + 1) & (first_cut < self.start + block)
         if self.stop < problem.layout.lengths[self.document]:

@@ -36,7 +36,8 @@ class Forest:
         own_lengths = (lengths - branches.starts).tolist()
         order, placed, tree_lengths = [], [], []
         for tree, root in enumerate(roots):
-            row, waiting = 0, [root]
+            row = 0
+            waiting = [root]
             while waiting:
                 document = waiting.pop()
                 order.append(document)
@@ -66,7 +67,8 @@ class Forest:
         placed["document"] = number_of_tree[placed["document"]]
         is_here = placed["document"] >= 0
         by_tree = np.flatnonzero(is_here)[np.argsort(placed["document"][is_here], kind="stable")]
-        placed, documents = placed.take(by_tree), self.order[by_tree]
+        placed = placed.take(by_tree)
+        documents = self.order[by_tree]
 
         # 2. Segments of trees are cut where a branch begins; rows are counted along paths.
         segment, branch, start, stop = overlaps(layout.segments, placed)
@@ -92,17 +94,19 @@ class Forest:
         place = np.full(len(self.tree_lengths), -1)
         place[trees] = np.arange(len(trees))
         place_of_documents = place[self.placed["document"]]
-        by_place = np.argsort(place_of_documents, kind="stable")
-        chosen = by_place[place_of_documents[by_place] >= 0]
+        order = np.argsort(place_of_documents, kind="stable")
+        chosen = order[place_of_documents[order] >= 0]
         return np.asarray(self.order[chosen])
 
     def tree_seconds(self, costs: StepCosts) -> FloatArray:
         """Return [trees] seconds of computing each tree, as `document_seconds` of documents."""
         starts = self.branches.starts
         before = np.where(starts > 0, document_seconds(np.maximum(starts, 1), costs), 0.0)
-        own = document_seconds(self.lengths, costs) - before
-        of_trees = np.bincount(self.placed["document"], own[self.order], len(self.tree_lengths))
-        return of_trees.astype(np.float64)
+        seconds = document_seconds(self.lengths, costs) - before
+        tree_seconds = np.bincount(
+            self.placed["document"], seconds[self.order], len(self.tree_lengths)
+        )
+        return tree_seconds.astype(np.float64)
 
 
 def with_branches(

@@ -188,7 +188,7 @@ def finished(
                 settings.buffer_rows(kind),
                 stages=stages or usual_stages(len(nano_batches)),
                 together=stages is not None,
-                most=counts_of_kinds[kind].most_rows,
+                busiest_rows=counts_of_kinds[kind].most_rows,
             )
             for kind, plan in nano_batch.plans.items()
         }

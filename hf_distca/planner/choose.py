@@ -331,7 +331,8 @@ class _Search:
         alike, and hide the exchange in stages. Two nano-batches gain hardly anything there, nor
         does a coarse tolerance for a joint layout in one nano-batch.
         """
-        finest, coarsest = self._choices.tolerances[0], self._choices.tolerances[-1]
+        finest = self._choices.tolerances[0]
+        coarsest = self._choices.tolerances[-1]
         fewest, most = min(self._choices.nano_batches), max(self._choices.nano_batches)
         placings = self._even_placings()
         joint = self._placings_for_joint_layouts(placings)
@@ -367,7 +368,8 @@ class _Search:
 
     def whole_documents(self) -> list[Candidate]:
         """List the candidates with whole documents on single ranks."""
-        fewest, finest = min(self._choices.nano_batches), self._choices.tolerances[0]
+        fewest = min(self._choices.nano_batches)
+        finest = self._choices.tolerances[0]
         return [
             Candidate(placing, self._bound(placing), "evenly", finest, (fewest,))
             for placing in self._whole_placings()

@@ -603,7 +603,8 @@ def _cut_where_room(documents: Iterable[int], lengths: IntArray, room: list[int]
     """
     pieces = []
     for document in documents:
-        start, length = 0, int(lengths[document])
+        start = 0
+        length = int(lengths[document])
         while start < length:
             rank = room.index(max(room))
             stop = min(start + room[rank], length) if room[rank] > 0 else length

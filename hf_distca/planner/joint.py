@@ -207,8 +207,11 @@ class _Placement:
         *,
         inside: bool = False,
     ) -> None:
-        self._lengths, self._pieces, self._bins = lengths, pieces, bins
-        self._targets, self._inside = targets, inside
+        self._lengths = lengths
+        self._pieces = pieces
+        self._bins = bins
+        self._targets = targets
+        self._inside = inside
         self._cuts: list[Segment] = []
         # [pieces] rank of each; NOWHERE if no rows are left or they are not placed yet.
         self._rank_of_piece: list[int] = []
@@ -238,7 +241,8 @@ class _Placement:
     def place_whole(self) -> list[int]:
         """Place pieces on ranks with room for them, and return the pieces that fit nowhere."""
         bins, targets = self._bins, self._targets
-        rows, costs = self._pieces.rows(), self._pieces.pairs(targets.window)
+        rows = self._pieces.rows()
+        costs = self._pieces.pairs(targets.window)
         order = largest_first(costs if self._inside else rows)[: np.count_nonzero(rows)]
         # 1. The largest pieces go where most pairs are missing for the missing rows.
         remaining_pairs = np.cumsum(costs[order][::-1])[::-1]
@@ -264,7 +268,8 @@ class _Placement:
             fits_nowhere: pieces that no rank has room for. They are placed first, and fill ranks
                 beyond their room.
         """
-        room, rows = self._bins.room, self._pieces.rows()
+        room = self._bins.room
+        rows = self._pieces.rows()
         for piece in fits_nowhere:
             rank = room.index(max(room))
             self._rank_of_piece[piece] = rank
@@ -293,7 +298,8 @@ class _Placement:
         cut_already = sorted(piece for piece in pieces if not self._is_document(piece))
         while room[rank] < 0:
             if not uncut:
-                uncut, cut_already = cut_already, []
+                uncut = cut_already
+                cut_already = []
             target = ranks_with_room[-1]
             wanted_rows = min(-room[rank], room[target])
             chosen = uncut.pop(_best_to_move(uncut, wanted_rows, block))

@@ -113,7 +113,8 @@ class _ShortestDocuments:
             return 0.0
         if number == len(self._rows):
             return float(self._pairs[-1])
-        low, high = self._rows[number - 1], self._rows[number]
+        low = self._rows[number - 1]
+        high = self._rows[number]
         share = (rows - low) / (high - low)
         return self._pairs[number - 1] + share * (self._pairs[number] - self._pairs[number - 1])
 
@@ -156,8 +157,8 @@ class _NextRank:
         head, stop = self.uncut.head, self.uncut.stop
         head_rows, filler_rows = self.beside(tail)
         filler_stop = self.shortest.pairs_of(self.filler_used + filler_rows)
-        of_segment = pairs(stop - tail, stop, self.window)
-        all_pairs = filler_stop - self.shortest.pairs_of(self.filler_used) + of_segment
+        segment_pairs = pairs(stop - tail, stop, self.window)
+        all_pairs = filler_stop - self.shortest.pairs_of(self.filler_used) + segment_pairs
         if head_rows > 0:
             all_pairs += pairs(head, head + head_rows, self.window)
         return all_pairs
@@ -184,9 +185,13 @@ class _Cutter:
         head_rows: dict[int, int],
     ) -> None:
         self.segments: list[Segment] = []
-        self._pieces, self._order, self._bins = pieces, order, bins
-        self._targets, self._shortest = targets, shortest
-        self._level, self._head_rows = level, head_rows
+        self._pieces = pieces
+        self._order = order
+        self._bins = bins
+        self._targets = targets
+        self._shortest = shortest
+        self._level = level
+        self._head_rows = head_rows
         self._rank = 0  # that gets the next segment
         self._filler_used = 0  # rows of the shortest documents that earlier ranks have
         self._carry = 0.0  # pairs that earlier ranks together got too few
@@ -276,10 +281,12 @@ class _Largest:
     """Order of the pieces by size, and which of them exceed a rank."""
 
     def __init__(self, pieces: Pieces, bins: Bins, targets: Targets) -> None:
-        self._pieces, self._targets = pieces, targets
+        self._pieces = pieces
+        self._targets = targets
         self._most_room = max(bins.room)
         self._most_pairs = -min(bins.work) * (1 + targets.slack / 2)
-        rows, costs = pieces.rows(), pieces.pairs(targets.window)
+        rows = pieces.rows()
+        costs = pieces.pairs(targets.window)
         order = np.lexsort((-costs, rows <= self._most_room))
         self.order: list[int] = order.tolist()
         self.shortest = _ShortestDocuments(rows[order[::-1]], costs[order[::-1]])
@@ -393,7 +400,8 @@ def _divide_heads(
         piece for piece, cost in enumerate(pieces.inter_node) if cost and piece not in readers
     ]
     for piece in [*readers, *crossing_uncut]:
-        start, rows = pieces.starts[piece], pieces.stops[piece] - pieces.starts[piece]
+        start = pieces.starts[piece]
+        rows = pieces.stops[piece] - pieces.starts[piece]
         stretches = -(-rows * readers[piece] // max(most_received, 1))
         if pieces.inter_node[piece]:
             sent = rows * pieces.inter_node[piece] / max(most_room, 1)

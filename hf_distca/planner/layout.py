@@ -49,7 +49,8 @@ def fixed_layout(rank_lengths: Sequence[Sequence[int]], ranks: int | None = None
     rank_starts = list_starts + rank_in_list * share + np.minimum(rank_in_list, more_rows)
     rank_starts = rank_starts.ravel()
     cuts = np.union1d(stops, rank_starts)
-    begin, end = cuts[:-1], cuts[1:]
+    begin = cuts[:-1]
+    end = cuts[1:]
     document = np.searchsorted(stops, begin, "right") - 1
     segments = table_of(
         SEGMENT,

@@ -72,9 +72,9 @@ class SharedPrefixes:
     @classmethod
     def of_none(cls, lengths: IntArray) -> "SharedPrefixes":
         """Return sequences that share nothing."""
-        every = np.arange(len(lengths))
+        documents = np.arange(len(lengths))
         branches = Branches(np.full(len(lengths), -1), np.zeros(len(lengths), np.int64))
-        return cls(lengths, branches, every, every)
+        return cls(lengths, branches, documents, documents)
 
     def owners_of(self, documents: IntArray) -> IntArray:
         """Return the owner of each document; -1 where the document is -1."""
@@ -121,25 +121,25 @@ def share_prefixes(
                 owners[document_of[block]] = sequence
             before = block
         ends.append(document_of[blocks[-1]])
-    found = SharedPrefixes(
+    prefixes = SharedPrefixes(
         np.array(stops, np.int64),
         Branches(np.array(parents, np.int64), np.array(starts, np.int64)),
         np.array(owners, np.int64),
         np.array(ends, np.int64),
     )
-    return _without_poor_roots(found, most_rows)
+    return _without_poor_roots(prefixes, most_rows)
 
 
-def _without_poor_roots(found: SharedPrefixes, most_rows: int) -> SharedPrefixes:
+def _without_poor_roots(prefixes: SharedPrefixes, most_rows: int) -> SharedPrefixes:
     """Divide trees at roots that save too little, and trees that do not fit.
 
     Each branch of such a root then has the root's rows itself.
     """
-    parents, starts = found.branches.parents.copy(), found.branches.starts.copy()
+    parents, starts = prefixes.branches.parents.copy(), prefixes.branches.starts.copy()
     documents = np.arange(len(parents))
     replaced = documents.copy()  # a document that is divided is replaced by its first branch
     while True:
-        own_rows = np.where(replaced == documents, found.lengths - starts, 0)
+        own_rows = np.where(replaced == documents, prefixes.lengths - starts, 0)
         root_of = documents.copy()
         for document in np.flatnonzero(parents >= 0).tolist():
             root_of[document] = root_of[parents[document]]
@@ -155,15 +155,15 @@ def _without_poor_roots(found: SharedPrefixes, most_rows: int) -> SharedPrefixes
         parents[freed] = -1
         starts[freed] = 0
 
-    ends = found.ends
+    ends = prefixes.ends
     while not np.array_equal(ends, replaced[ends]):
         ends = replaced[ends]
     is_kept = replaced == documents
     number = np.cumsum(is_kept) - 1
     kept_parents = parents[is_kept]
     return SharedPrefixes(
-        found.lengths[is_kept],
+        prefixes.lengths[is_kept],
         Branches(np.where(kept_parents < 0, -1, number[kept_parents]), starts[is_kept]),
-        found.owners[is_kept],
+        prefixes.owners[is_kept],
         number[ends],
     )

@@ -53,7 +53,7 @@ def held_rows(plan: MicroBatchPlan, micro_batch: int, documents: IntArray) -> Ta
     Args:
         documents: of the micro-batch, without fillers.
     """
-    with_fillers = np.append(documents, np.full(plan.fillers, NO_DOCUMENT))
+    padded_documents = np.append(documents, np.full(plan.fillers, NO_DOCUMENT))
     parts = []
     for nano in plan.nano_batches:
         segments = nano.layout.segments
@@ -61,31 +61,35 @@ def held_rows(plan: MicroBatchPlan, micro_batch: int, documents: IntArray) -> Ta
         for name in ("rank", "start", "stop"):
             part[name] = segments[name]
         part["micro_batch"] = micro_batch
-        part["document"] = with_fillers[nano.documents[segments["document"]]]
+        part["document"] = padded_documents[nano.documents[segments["document"]]]
         parts.append(part)
     return np.concatenate(parts)
 
 
-def with_offsets(held: Table) -> Table:
+def with_offsets(rows_of_ranks: Table) -> Table:
     """Return entries of dtype HELD by rank, whose rows follow each other on each rank."""
-    held = held.take(np.argsort(held["rank"], kind="stable"))
-    held["offset"] = rows_before_in(held, "rank")
-    return held
+    rows_of_ranks = rows_of_ranks.take(np.argsort(rows_of_ranks["rank"], kind="stable"))
+    rows_of_ranks["offset"] = rows_before_in(rows_of_ranks, "rank")
+    return rows_of_ranks
 
 
-def rows_read(held: Table, shared: SharedPrefixes, lengths: IntArray) -> tuple[Table, IntArray]:
+def rows_read(
+    rows_of_ranks: Table, shared: SharedPrefixes, lengths: IntArray
+) -> tuple[Table, IntArray]:
     """Return the rows of all sequences, by rank: entries of dtype HELD, and the sequence of each.
 
     Args:
-        held: all rows of all documents, from `with_offsets`.
+        rows_of_ranks: all rows of all documents, from `with_offsets`.
         lengths: [sequences] tokens of each sequence.
     """
-    whole = table_of(ROWS, document=shared.ends, stop=lengths)
-    on_path, sequence = along_paths(whole, shared.branches)
-    of_documents = by_document(held.compress(held["document"] != NO_DOCUMENT))
-    piece, entry, start, stop = overlaps(on_path, of_documents)
-    read = of_documents.take(entry)
-    read["offset"] += start - read["start"]
-    read["start"], read["stop"] = start, stop
-    by_rank = np.argsort(read["rank"], kind="stable")
-    return read.take(by_rank), sequence[piece][by_rank]
+    whole_sequences = table_of(ROWS, document=shared.ends, stop=lengths)
+    on_path, sequence = along_paths(whole_sequences, shared.branches)
+    rows_of_documents = by_document(
+        rows_of_ranks.compress(rows_of_ranks["document"] != NO_DOCUMENT)
+    )
+    piece, entry, start, stop = overlaps(on_path, rows_of_documents)
+    source_rows = rows_of_documents.take(entry)
+    source_rows["offset"] += start - source_rows["start"]
+    source_rows["start"], source_rows["stop"] = start, stop
+    order = np.argsort(source_rows["rank"], kind="stable")
+    return source_rows.take(order), sequence[piece][order]

@@ -45,7 +45,8 @@ def plan_with_servers(
     Raises:
         ValueError: there is no server, or settings are out of range.
     """
-    ranks, servers = settings.ranks, len(workers) - settings.ranks
+    ranks = settings.ranks
+    servers = len(workers) - settings.ranks
     if servers < 1:
         raise ValueError(
             f"{len(workers)} workers for {ranks} ranks leave no server; describe at least one "
@@ -69,7 +70,7 @@ def plan_with_servers(
                 balanced = without_ranks(balanced, workers.speed)
             counts = count_plan(balanced, kind, settings.bytes_per_value, link_nodes)
             plans[kind] = with_stages(
-                balanced, settings.buffer_rows(kind), stages=stages, most=counts.most_rows
+                balanced, settings.buffer_rows(kind), stages=stages, busiest_rows=counts.most_rows
             )
             if kind == dominant:
                 forward_bytes += counts.forward_bytes
@@ -160,7 +161,7 @@ def plan_lost(
         repairs[soonest],
         settings.buffer_rows(kind),
         stages=usual_stages(1),
-        most=counts[soonest].most_rows,
+        busiest_rows=counts[soonest].most_rows,
     )
 
 

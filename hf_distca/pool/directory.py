@@ -46,13 +46,15 @@ class Directory:
         silence_s: float = 20.0,
         ended: Callable[[], None] = lambda: None,
     ) -> None:
-        self._silence_s, self._report_end = silence_s, ended
+        self._silence_s = silence_s
+        self._report_end = ended
         self._ids = itertools.count()
         self._lock = threading.Lock()
         self._members: dict[int, tuple[ServerHello, Channel]] = {}
         self._ended = False
         self._listener = Listener(host, port, token, DIRECTORY, self._serve)
-        self.host, self.port = self._listener.host, self._listener.port
+        self.host = self._listener.host
+        self.port = self._listener.port
 
     def members(self) -> dict[int, ServerHello]:
         """Return the present servers by id, oldest member first.

@@ -37,7 +37,8 @@ WAKE_US = 100_000
 
 _MODULES = ("nixl_cu12", "nixl_cu13")
 _RDMA_DEVICES = Path("/sys/class/infiniband")
-_FIRST_POLL_S, _LAST_POLL_S = 0.0001, 0.002
+_FIRST_POLL_S = 0.0001
+_LAST_POLL_S = 0.002
 """Shortest and longest pause between two looks at a transfer; the pause doubles from look to look.
 """
 

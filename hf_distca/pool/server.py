@@ -98,7 +98,8 @@ class RankLink:
     """The server's end of the connection to one rank."""
 
     def __init__(self, channel: Channel, hello: RankHello, memory: Memory) -> None:
-        self.rank, self.channel = hello.rank, channel
+        self.rank = hello.rank
+        self.channel = channel
         self.transport, self.welcome = choose(channel, memory, hello)
         self.gone = False  # nothing from this rank counts any more
         self.outbox = Outbox(channel)
@@ -161,7 +162,8 @@ class AttentionServer:
         # Why no kernel of this server computes a call that fits a plan; the server then leaves.
         self._unable = ""
         self._memory = make_memory(transport, device, host)
-        self.tasks, self.busy_s = 0, 0.0
+        self.tasks = 0
+        self.busy_s = 0.0
         self._stopping = threading.Event()
         # Calls whose rows are complete; None: compute no more.
         self._complete: queue.SimpleQueue[Assembly | None] = queue.SimpleQueue()
@@ -173,7 +175,8 @@ class AttentionServer:
         self._open: dict[int, Assembly] = {}  # by id of the call
         self._computing = threading.Thread(target=self._compute_calls, name="compute", daemon=True)
         self._listener = Listener(host, port, token, SERVER, self._serve)
-        self.host, self.port = self._listener.host, self._listener.port
+        self.host = self._listener.host
+        self.port = self._listener.port
         self._computing.start()
 
     def run(

@@ -119,7 +119,8 @@ class Arena(Memory):
 
     def __init__(self, agent: NixlAgent, device: torch.device, *, required: bool) -> None:
         super().__init__(device)
-        self.agent, self.required = agent, required
+        self.agent = agent
+        self.required = required
         self.metadata = ""  # what a peer needs to reach all memory registered so far
         self._lock = threading.Lock()
         self._slabs: list[Tensor] = []
@@ -129,11 +130,13 @@ class Arena(Memory):
         self._cooling: deque[tuple[Callable[[], bool], list[Block]]] = deque()
         self._unusable: list[Rows] = []
         if device.type == "cuda":
-            self._device, self.space = device, Space("VRAM", device.index or 0)
+            self._device = device
+            self.space = Space("VRAM", device.index or 0)
             with suppress(LinkLost):  # UCX without CUDA
                 self._grow(SLAB_BYTES)
         if not self._slabs:
-            self._device, self.space = torch.device("cpu"), HOST
+            self._device = torch.device("cpu")
+            self.space = HOST
             self._grow(SLAB_BYTES)
         self.probe = self._tensor((PROBE_BYTES,), torch.uint8)
 
@@ -311,7 +314,8 @@ class _NixlServerEnd(Transport):
 
     def __init__(self, channel: Channel, memory: Arena, peer: NixlPeer) -> None:
         super().__init__(channel)
-        self._memory, self._peer = memory, peer
+        self._memory = memory
+        self._peer = peer
         # Places of the replies, by id of the call. Single operations on a dict are atomic.
         self._answers: dict[int, Sequence[Piece]] = {}
         memory.agent.meet(peer.name, peer.metadata)

@@ -31,7 +31,8 @@ VERSION = 5
 MESSAGE_BYTES = 64 * 1024
 """Most bytes of a message without the rows that follow it."""
 
-DIRECTORY, SERVER = "directory", "attention server"
+DIRECTORY = "directory"
+SERVER = "attention server"
 """Names of the services, for the handshake."""
 
 HANDSHAKES = 64
@@ -132,9 +133,13 @@ class Channel:
 
             # 2. Exchange proofs. The side that connects is "c", the side that accepts is "a".
             if connects:
-                own_side, peer_side, nonces = "c", "a", own_greeting + peer_greeting
+                own_side = "c"
+                peer_side = "a"
+                nonces = own_greeting + peer_greeting
             else:
-                own_side, peer_side, nonces = "a", "c", peer_greeting + own_greeting
+                own_side = "a"
+                peer_side = "c"
+                nonces = peer_greeting + own_greeting
             self._send([_proof(token, own_side, service, nonces)], None)
             expected = _proof(token, peer_side, service, nonces)
             if not hmac.compare_digest(self._receive(len(expected), None), expected):
@@ -215,7 +220,7 @@ class Channel:
         return bytes(text)
 
     @contextlib.contextmanager
-    def _losses(self, what: str, direction: int, timeout_s: float | None) -> Iterator[None]:
+    def _losses(self, action: str, direction: int, timeout_s: float | None) -> Iterator[None]:
         """Set the time-out of a direction; raise LinkLost for whatever ends a connection."""
         try:
             if self._timeouts[direction] != timeout_s:
@@ -227,10 +232,10 @@ class Channel:
             if isinstance(error, LinkLost):
                 raise
             if isinstance(error, BlockingIOError):
-                raise LinkLost(f"{what} made no progress until the timeout") from error
+                raise LinkLost(f"{action} made no progress until the timeout") from error
             has_left = isinstance(error, BrokenPipeError | ConnectionResetError)
             kind = PeerLeft if has_left else LinkLost
-            raise kind(f"{what} failed: {error}") from error
+            raise kind(f"{action} failed: {error}") from error
 
     def _set_timeout(self, direction: int, timeout_s: float | None) -> None:
         """Set the time-out of SO_SNDTIMEO or SO_RCVTIMEO, as seconds and microseconds."""

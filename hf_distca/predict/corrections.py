@@ -113,8 +113,8 @@ def _slowness(ratios: FloatArray) -> FloatArray:
     Args:
         ratios: [steps, 2, ranks] observed over expected seconds.
     """
-    to_mean = (ratios / ratios.mean(axis=2, keepdims=True)).reshape(-1, ratios.shape[2])
-    slowness: FloatArray = np.clip(1.0, to_mean.min(axis=0), to_mean.max(axis=0))
+    relative = (ratios / ratios.mean(axis=2, keepdims=True)).reshape(-1, ratios.shape[2])
+    slowness: FloatArray = np.clip(1.0, relative.min(axis=0), relative.max(axis=0))
     if np.abs(slowness - 1).max() <= TOLERATED_ERROR:
         return np.ones(len(slowness))
     return slowness

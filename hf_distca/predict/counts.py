@@ -179,7 +179,8 @@ def _connected(rows: IntArray) -> IntArray:
     ranks = len(rows)
     linked = rows > 0
     linked |= linked.T | np.eye(ranks, dtype=bool)
-    lowest, previous = np.arange(ranks), np.zeros(0, np.int64)
+    lowest = np.arange(ranks)
+    previous = np.zeros(0, np.int64)
     while not np.array_equal(lowest, previous):
         previous = lowest
         # The lowest number of any linked rank, and then the lowest that this rank knows itself.

@@ -56,7 +56,8 @@ def count_cuts(layout: Layout, nodes: Sequence[int]) -> CountedCuts:
     ranks = layout.ranks
     order, position, earlier, later = chained(layout.segments)
     segments = layout.segments.take(order)
-    rank, rows = segments["rank"], row_counts(segments)
+    rank = segments["rank"]
+    rows = row_counts(segments)
     is_cut = rows < layout.lengths[segments["document"]]
     is_continued = position > 0
 
@@ -145,7 +146,8 @@ class MixingLayers:
         direction: Direction,
         factor: FloatArray,
     ) -> None:
-        self._layers, self._links = layers, links
+        self._layers = layers
+        self._links = links
         self._exchanges = any(counts.states.any() for counts in nano_batches)
         self.computed: FloatArray = np.zeros_like(factor)
         self.waited: FloatArray = np.zeros_like(factor)
@@ -171,7 +173,8 @@ class MixingLayers:
         """Return the time after the layers on each rank, from the time before them."""
         if not self._exchanges:
             return clock + self.computed
-        start, waited = clock, np.zeros_like(clock)
+        start = clock
+        waited = np.zeros_like(clock)
         links_free = np.zeros((2, len(clock)))
         arrivals: dict[int, FloatArray] = {}  # of the last exchange of each nano-batch
         for act in self._acts:

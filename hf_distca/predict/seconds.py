@@ -103,7 +103,8 @@ class KernelCost:
         # A predicted time over the measured one should be 1; both sides carry the weight's root.
         targets = np.sqrt(np.ones_like(seconds) if weights is None else weights)
         columns = np.stack(amounts, axis=1) * (targets / seconds)[:, None]
-        costs, least_error = np.zeros(len(amounts)), np.inf
+        costs = np.zeros(len(amounts))
+        least_error = np.inf
         for subset in _subsets(len(amounts)):
             columns_of_subset = columns[:, subset]
             solution, *_ = np.linalg.lstsq(columns_of_subset, targets, rcond=None)

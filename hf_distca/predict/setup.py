@@ -7,7 +7,8 @@ from hf_distca.predict.profile import DeviceProfile
 from hf_distca.predict.seconds import KindCosts, MixingCosts, StepCosts
 from hf_distca.predict.shapes import MixingShape, ModelShape
 
-TOUCHED_BEFORE, TOUCHED_AFTER = 4, 10
+TOUCHED_BEFORE = 4
+TOUCHED_AFTER = 10
 """Reads and writes of a token's hidden state before and after core attention, outside matrices.
 
 Norms, rotations, activations and sums count; an activation of the MLP, some three times as wide,
@@ -79,7 +80,8 @@ class Setup:
         """Return the costs of a layer that mixes rows in order."""
         operations, continued_operations = shape.operations
         touched, continued_touched = shape.touched
-        gpus, bytes_per_value = self.tensor_parallel, self.profile.bytes_per_value
+        gpus = self.tensor_parallel
+        bytes_per_value = self.profile.bytes_per_value
         return MixingCosts(
             layers=shape.layers,
             before_mixing=self._matrix_seconds(shape.before_mixing, TOUCHED_BEFORE),

@@ -100,7 +100,8 @@ class ModelShape:
     def operations(self) -> int:
         """Multiplications of a token besides core attention."""
         attention_layers = self.depth * (self.before_attention + self.after_attention)
-        mixing_layers, mixing = 0, self.mixing
+        mixing_layers = 0
+        mixing = self.mixing
         if mixing is not None:
             recurrence, _ = mixing.operations
             mixing_layers = mixing.layers * (

@@ -86,10 +86,14 @@ class LayerClocks:
         slowness: FloatArray | float = 1.0,
         mixing: MixingLayers | None = None,
     ) -> None:
-        self._nano_batches, self._mixing = nano_batches, mixing
-        self._kernel, self._slowness = kernel, slowness
-        self._links, self._direction = links, direction
-        self._before, self._after = before, after
+        self._nano_batches = nano_batches
+        self._mixing = mixing
+        self._kernel = kernel
+        self._slowness = slowness
+        self._links = links
+        self._direction = direction
+        self._before = before
+        self._after = after
 
         ranks = nano_batches[0].ranks
         self._clock = np.zeros(ranks)
@@ -427,8 +431,8 @@ def _pairs_and_tasks(lengths: IntArray, kind: AttentionKind) -> tuple[IntArray, 
     if kind.chunk is None:
         return pairs(0, lengths, kind.window), np.ones_like(lengths)
     chunks, rest = np.divmod(lengths, kind.chunk)
-    in_chunks = chunks * pairs(0, kind.chunk, kind.window) + pairs(0, rest, kind.window)
-    return in_chunks, chunks + (rest > 0)
+    pairs_of_chunks = chunks * pairs(0, kind.chunk, kind.window) + pairs(0, rest, kind.window)
+    return pairs_of_chunks, chunks + (rest > 0)
 
 
 def in_stages(

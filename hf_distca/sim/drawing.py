@@ -176,7 +176,10 @@ def loads_picture(panels: Sequence[tuple[str, Sequence[float], str]], unit: str)
     Args:
         panels: title, [ranks] values, and the class that colours them.
     """
-    left_x, gap, top_y, height = 60.0, 28.0, 44.0, 140.0
+    left_x = 60.0
+    gap = 28.0
+    top_y = 44.0
+    height = 140.0
     bottom_y = top_y + height
     panel_width = (WIDTH - left_x - gap * (len(panels) - 1)) / len(panels)
     drawing = Drawing(WIDTH, bottom_y + 22)

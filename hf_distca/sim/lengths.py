@@ -13,7 +13,8 @@ Draw = Callable[[np.random.Generator, int], IntArray]
 
 CORPORA = Path(__file__).parent / "document_lengths.json"
 """Histograms of the document lengths of public data sets; `source` names their publications."""
-LONGEST_MEDIAN, WIDEST = 1e9, 3.0
+LONGEST_MEDIAN = 1e9
+WIDEST = 3.0
 """Limits of lognormal lengths; beyond them documents are longer than any text, and 64 bits
 overflow."""
 
@@ -31,7 +32,8 @@ def of_histogram(edges: IntArray, counts: IntArray) -> Draw:
 
     def draw(random: np.random.Generator, count: int) -> IntArray:
         which = random.choice(len(counts), count, p=counts / counts.sum())
-        low, high = np.log(edges[which]), np.log(edges[which + 1])
+        low = np.log(edges[which])
+        high = np.log(edges[which + 1])
         return np.exp(low + (high - low) * random.random(count)).astype(np.int64)
 
     return draw
@@ -79,9 +81,9 @@ def micro_batches(
     while True:
         while np.minimum(waiting, tokens).sum() <= tokens:
             waiting = np.append(waiting, np.maximum(draw(random, 256), 1))
-        held = np.minimum(waiting, tokens)
-        fits = int(np.searchsorted(np.cumsum(held), tokens - begin.sum(), side="right"))
-        yield np.append(begin, (held if cut else waiting)[:fits])
+        cut_lengths = np.minimum(waiting, tokens)
+        fits = int(np.searchsorted(np.cumsum(cut_lengths), tokens - begin.sum(), side="right"))
+        yield np.append(begin, (cut_lengths if cut else waiting)[:fits])
         waiting = waiting[fits:]
 
 
@@ -107,7 +109,8 @@ def histogram(lengths: IntArray) -> list[dict[str, float]]:
         share of both.
     """
     power = np.frexp(lengths)[1] - 1  # 2 ** power <= length < 2 ** (power + 1)
-    documents, tokens = np.bincount(power), np.bincount(power, weights=lengths)
+    documents = np.bincount(power)
+    tokens = np.bincount(power, weights=lengths)
     return [
         {
             "shortest": 2**index,

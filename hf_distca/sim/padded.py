@@ -18,13 +18,11 @@ from hf_distca.predict.setup import Setup
 from hf_distca.sim.strategies import StepTime, data_and_context_parallel, on_ranks, step_of_plan
 from hf_distca.sim.trees import DrawnBatch
 
-PADDED, PACKED, BALANCED, ALONE, PLANNED = (
-    "padded to the longest",
-    "packed on each rank",
-    "whole sequences balanced",
-    "hf_distca, nothing shared",
-    "hf_distca",
-)
+PADDED = "padded to the longest"
+PACKED = "packed on each rank"
+BALANCED = "whole sequences balanced"
+ALONE = "hf_distca, nothing shared"
+PLANNED = "hf_distca"
 """Strategies that are compared; without sharing only where sequences begin alike."""
 INTEGER_BYTES = 16
 """Bytes of a token that travels: its id and its position."""
@@ -88,18 +86,21 @@ def simulate_padded(
     rows: dict[str, int] = {}
     tokens = 0
     for batch in batches:
-        for found, of in ((forwards, replace(setup, forward_only=True)), (steps, setup)):
-            planned = {PLANNED: plan(batch, of)}
+        for step_times, setup_of_batch in (
+            (forwards, replace(setup, forward_only=True)),
+            (steps, setup),
+        ):
+            planned = {PLANNED: plan(batch, setup_of_batch)}
             if batch.hashes is not None:
-                planned = {ALONE: plan(DrawnBatch(batch.lengths), of), **planned}
-            for name, step in steps_of(batch.lengths, planned, of, settings).items():
-                found.setdefault(name, []).append(step)
-        in_batch = sum(map(sum, batch.lengths))
-        tokens += in_batch
+                planned = {ALONE: plan(DrawnBatch(batch.lengths), setup_of_batch), **planned}
+            for name, step in steps_of(batch.lengths, planned, setup_of_batch, settings).items():
+                step_times.setdefault(name, []).append(step)
+        batch_tokens = sum(map(sum, batch.lengths))
+        tokens += batch_tokens
         computed = {name: plans.computed_rows for name, plans in planned.items()}
         computed[PADDED] = sum(map(sum, padded(batch.lengths)))
         for name in steps:
-            rows[name] = rows.get(name, 0) + computed.get(name, in_batch)
+            rows[name] = rows.get(name, 0) + computed.get(name, batch_tokens)
     return tuple(
         PaddedFigures(
             name=name,
@@ -190,12 +191,12 @@ def padded_columns(figures: PaddedFigures, padding: PaddedFigures) -> dict[str, 
     }
 
 
-def padded_advice(every: Sequence[PaddedFigures]) -> str:
+def padded_advice(figures_of_strategies: Sequence[PaddedFigures]) -> str:
     """Return a sentence that compares plans with the other strategies."""
-    seconds = {figures.name: figures.step_seconds for figures in every}
+    seconds = {figures.name: figures.step_seconds for figures in figures_of_strategies}
     gains = (
-        f"{seconds[name] / seconds[PLANNED]:.2f}× the speed of {what}"
-        for name, what in COMPARED.items()
+        f"{seconds[name] / seconds[PLANNED]:.2f}× the speed of {described}"
+        for name, described in COMPARED.items()
         if name in seconds
     )
     return f"Padded batches: hf_distca has {', '.join(gains)}."

@@ -192,7 +192,8 @@ def step_of_plan(
         return step
 
     # 2. What layers that mix the rows of a document run and move.
-    mixing_bytes, runs = 0.0, np.zeros(settings.ranks, np.int64)
+    mixing_bytes = 0.0
+    runs = np.zeros(settings.ranks, np.int64)
     for layout in layouts:
         cuts = count_cuts(layout, nodes)
         mixing_bytes += cuts.bytes_moved(costs.mixing.halo, costs.mixing.state)

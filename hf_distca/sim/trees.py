@@ -41,9 +41,11 @@ def turns(random: np.random.Generator) -> Iterator[tuple[int, Hashes]]:
 
 def _hashes(session: int, length: int) -> Hashes:
     """Return the hashes of the blocks of a session's first tokens, which stand for the tokens."""
-    blocks, rest = divmod(length, prefixes.BLOCK)
-    whole = tuple(b"%d %d" % (session, block) for block in range(blocks))
-    return (*whole, b"%d %d %d" % (session, blocks, rest)) if rest else whole
+    blocks, remainder = divmod(length, prefixes.BLOCK)
+    whole_blocks = tuple(b"%d %d" % (session, block) for block in range(blocks))
+    return (
+        (*whole_blocks, b"%d %d %d" % (session, blocks, remainder)) if remainder else whole_blocks
+    )
 
 
 def turn_lengths() -> Draw:

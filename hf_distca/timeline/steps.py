@@ -22,7 +22,13 @@ NAMES: dict[Activity, str] = {
     "other": "other: projections, MLPs, loss, gradients, optimizer",
 }
 """Labels of a rank's activities; the keys are also classes of SVG marks."""
-WIDTH, ROW, LEFT, RIGHT, TOP, BOTTOM, COLUMN = 810, 18, 70, 320, 64, 40, 76
+WIDTH = 810
+ROW = 18
+LEFT = 70
+RIGHT = 320
+TOP = 64
+BOTTOM = 40
+COLUMN = 76
 """Sizes of the picture in pixels: time axis, row of a rank, margins, and column of the totals on
 the right."""
 

@@ -78,8 +78,8 @@ def agreed_checkpoint(
         groups.all_gather({"resume_from_checkpoint": comparable}, in_world=True)
     )
     if difference is not None:
-        name, by_rank = difference
-        raise Run.DIFFERENT_ARGUMENTS.error(name=name, by_rank=by_rank)
+        name, values_of_ranks = difference
+        raise Run.DIFFERENT_ARGUMENTS.error(name=name, by_rank=values_of_ranks)
     if request is None:
         return None
     if request is True:

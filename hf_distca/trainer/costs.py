@@ -233,7 +233,9 @@ class LearnedCosts(TrainerCallback):
         settings = self._dispatcher.settings
         nodes, bytes_per_value = settings.node_of_ranks, settings.bytes_per_value
         observed = self._observed_by_all()
-        plans, self._plans, self._observed = self._plans, [], []
+        plans = self._plans
+        self._plans = []
+        self._observed = []
         corrections = self._corrections.after(
             measured, plans, observed[:, :2], nodes, bytes_per_value
         )
@@ -289,7 +291,9 @@ class LearnedCosts(TrainerCallback):
         """Load the corrections of a checkpoint, or reset them. A collective."""
         if self._recording is not None:  # an earlier training ended among watched steps
             self._recording.stop()
-        self._recording, self._plans, self._observed = None, [], []
+        self._recording = None
+        self._plans = []
+        self._observed = []
         if self._choices is None:
             return
         groups = self._dispatcher.groups

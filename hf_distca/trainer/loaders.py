@@ -129,7 +129,7 @@ class PackedLoaders:
             return self._beginnings[id(dataset)]
         groups = self._dispatcher.groups
         name = self._name(dataset)
-        found: SharedBeginnings | None = None
+        beginnings: SharedBeginnings | None = None
         is_immutable = groups.all_gather(is_stored(dataset), in_world=True)
         if all(is_immutable):
             share = groups.rank, groups.ranks
@@ -137,7 +137,7 @@ class PackedLoaders:
             documents = repeated(hashes)
             if len(documents):
                 share_of_documents = np.array_split(documents, groups.ranks)[groups.rank]
-                found = SharedBeginnings.of(
+                beginnings = SharedBeginnings.of(
                     lengths,
                     documents,
                     *self._gathered(
@@ -151,10 +151,10 @@ class PackedLoaders:
                 name,
                 type(dataset).__name__,
             )
-        self._beginnings[id(dataset)] = found
-        return found
+        self._beginnings[id(dataset)] = beginnings
+        return beginnings
 
-    def _gathered(self, read: Callable[[], tuple[bytes, ...]]) -> tuple[bytes, ...]:
+    def _gathered(self, make_bytes: Callable[[], tuple[bytes, ...]]) -> tuple[bytes, ...]:
         """Return the bytes that all ranks read, joined in their order. A collective of the world.
 
         Processes that share the rows of a rank read the same.
@@ -163,7 +163,7 @@ class PackedLoaders:
         error: Exception | None = None
         mine: tuple[bytes, ...] = ()
         try:
-            mine = read()
+            mine = make_bytes()
         except Exception as caught:
             error = caught
         groups.raise_together(error, in_world=True)

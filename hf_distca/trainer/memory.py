@@ -82,28 +82,28 @@ def log_memory(
         **{str(part): size for part, size in counted.parts.items()},
     }
     listed = ", ".join(f"{name} {size / GB:.1f}" for name, size in parts.items() if size >= GB / 20)
-    taken = CountedMemory(args.tokens_per_rank, sum(parts.values()), memory, listed)
+    total = CountedMemory(args.tokens_per_rank, sum(parts.values()), memory, listed)
     logger.info(
         "memory with %s tokens on each rank: %.1f of %.1f GB (%s)",
-        taken.tokens_per_rank,
-        taken.total / GB,
+        total.tokens_per_rank,
+        total.total / GB,
         memory / GB,
         listed,
     )
-    return taken
+    return total
 
 
-def warn_of_memory(taken: CountedMemory, offloaded: int) -> None:
+def warn_of_memory(counted: CountedMemory, offloaded: int) -> None:
     """Warn if training does not fit, with so many bytes of checkpoints on the host."""
-    if taken.excess > offloaded:
+    if counted.excess > offloaded:
         logger.warning(
             "tokens_per_rank=%s will not fit: a document that fills all ranks needs %.1f GB on a "
             f"device of %.1f GB (%s). Lower tokens_per_rank, set {CHECKPOINTING}=True, or train "
             "under FSDP2 or ZeRO-3; `hf-distca plan --model` shows the most tokens that fit",
-            taken.tokens_per_rank,
-            (taken.total - offloaded) / GB,
-            taken.memory / GB,
-            taken.listed,
+            counted.tokens_per_rank,
+            (counted.total - offloaded) / GB,
+            counted.memory / GB,
+            counted.listed,
         )
 
 

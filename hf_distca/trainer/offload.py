@@ -67,10 +67,10 @@ def offload_activations(
     Raises:
         ValueError: on every rank, if layers have no checkpoints, or a host has too little memory.
     """
-    asked = config.offload_activations
-    if asked is True and not checkpointing:
+    setting = config.offload_activations
+    if setting is True and not checkpointing:
         raise Run.NO_CHECKPOINTS.error()
-    if asked is False or not checkpointing:
+    if setting is False or not checkpointing:
         return
     # 1. Choose the layers on all ranks alike.
     base: Any = base_model(model)
@@ -84,8 +84,8 @@ def offload_activations(
     )
     layer_bytes = row_bytes * settings.tokens_per_rank
     mine = RankNeeds(socket.gethostname(), available_host_memory(), layer_bytes, excess)
-    of_ranks = dispatcher.groups.all_gather(mine, in_world=True)
-    layers = chosen_layers(of_ranks, offloaded_layers(len(decoder_layers(base))), asked)
+    needs_of_ranks = dispatcher.groups.all_gather(mine, in_world=True)
+    layers = chosen_layers(needs_of_ranks, offloaded_layers(len(decoder_layers(base))), setting)
     if layers == 0:
         return
     # 2. Reserve host memory for the layers, and change the model.
@@ -98,19 +98,19 @@ def offload_activations(
         logger.info("checkpoints of %s layers go to the host: %.1f GB on each rank", layers, size)
 
 
-def chosen_layers(of_ranks: list[RankNeeds], most: int, asked: bool | str) -> int:
+def chosen_layers(needs_of_ranks: list[RankNeeds], possible: int, setting: bool | str) -> int:
     """Return how many layers' checkpoints go to the host, the same on every rank.
 
     Args:
-        most: number of layers that can.
-        asked: the setting.
+        possible: number of layers that can.
+        setting: the setting.
     """
-    layers = most
-    if asked == AUTO:
-        missing = max(-(-needs.excess // needs.layer_bytes) for needs in of_ranks)
-        layers = min(most, max(missing, 0))
-    for host in dict.fromkeys(needs.host for needs in of_ranks):
-        ranks_there = [needs for needs in of_ranks if needs.host == host]
+    layers = possible
+    if setting == AUTO:
+        missing = max(-(-needs.excess // needs.layer_bytes) for needs in needs_of_ranks)
+        layers = min(possible, max(missing, 0))
+    for host in dict.fromkeys(needs.host for needs in needs_of_ranks):
+        ranks_there = [needs for needs in needs_of_ranks if needs.host == host]
         available = int(HOST_LEFT * min(needs.available for needs in ranks_there))
         layer_of_ranks = sum(needs.host_bytes for needs in ranks_there)
         fitting = available // layer_of_ranks
@@ -124,7 +124,7 @@ def chosen_layers(of_ranks: list[RankNeeds], most: int, asked: bool | str) -> in
             ranks=len(ranks_there),
             fraction=HOST_LEFT,
         )
-        if asked != AUTO:
+        if setting != AUTO:
             raise error
         logger.warning("%s", error)
         layers = fitting

@@ -48,7 +48,8 @@ def check_optimizer(trainer: Trainer) -> None:
 
     A collective call.
     """
-    accelerator, device = trainer.accelerator, trainer.args.device
+    accelerator = trainer.accelerator
+    device = trainer.args.device
     mesh = None
     optimizer: Any = trainer.optimizer
     if trainer.is_deepspeed_enabled:

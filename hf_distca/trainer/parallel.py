@@ -308,8 +308,8 @@ def gather_whole_layers(model: nn.Module, layers: Sequence[type[nn.Module]]) -> 
         if not trains or not inputs or any(value.requires_grad for value in inputs):
             return args
         first_input = inputs[0]
-        with_gradient = first_input.detach().requires_grad_()
-        return tuple(with_gradient if value is first_input else value for value in args)
+        tracked_input = first_input.detach().requires_grad_()
+        return tuple(tracked_input if value is first_input else value for value in args)
 
     set_z3_leaf_modules(model, list(layers))
     for layer in model.modules():

@@ -124,7 +124,7 @@ class Predictions:
         for document, start, stop in segments:
             row += stop - start
             last_targets[document, stop] = int(self._targets[row - 1])
-        targets_before = ChainMap(*self._groups.all_gather(last_targets, of="labels"))
+        targets_before = ChainMap(*self._groups.all_gather(last_targets, contents="labels"))
         # 2. Other labels are targets of this rank, one row later.
         labels = np.full_like(self._targets, IGNORED_TARGET)
         # Document, start, first row of the rank and one past the last row.
@@ -168,9 +168,9 @@ class Predictions:
             for leaf in tree_leaves(result):
                 shape = tuple(leaf.shape) if isinstance(leaf, Tensor) else None
                 if shape is None or shape[:2] != expected:
-                    found = type(leaf).__name__ if shape is None else f"the shape {list(shape)}"
+                    problem = type(leaf).__name__ if shape is None else f"the shape {list(shape)}"
                     raise Run.OTHER_ROWS.error(
-                        function=FUNCTION, what=found, logits=list(logits_1CV[:, rows].shape)
+                        function=FUNCTION, what=problem, logits=list(logits_1CV[:, rows].shape)
                     )
             return result
 

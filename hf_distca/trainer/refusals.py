@@ -283,7 +283,8 @@ DISPATCHED: tuple[Rule, ...] = (
 """Arguments of `make_dispatcher` that are objects of another kind."""
 
 
-METRICS_FUNCTION, LOGITS_FUNCTION = "compute_metrics", "preprocess_logits_for_metrics"
+METRICS_FUNCTION = "compute_metrics"
+LOGITS_FUNCTION = "preprocess_logits_for_metrics"
 METRICS_ALONE = (
     "evaluate() reports the exact loss, mean_token_accuracy and entropy over all targets without "
     "compute_metrics"

@@ -78,8 +78,8 @@ def check_agreement(args: DistCAPaddedArguments, dispatcher: Dispatcher) -> None
     values |= _sampling_order(args)
     difference = first_difference(dispatcher.groups.all_gather(values, in_world=True))
     if difference is not None:
-        name, by_rank = difference
-        raise Run.DIFFERENT_ARGUMENTS.error(name=name, by_rank=by_rank)
+        name, values_of_ranks = difference
+        raise Run.DIFFERENT_ARGUMENTS.error(name=name, by_rank=values_of_ranks)
 
 
 def _sampling_order(args: DistCAPaddedArguments) -> DataOrder:

@@ -124,7 +124,8 @@ def kept_together(
         together: the number of successive micro-batches among which rollouts may change places.
     """
     prompts_of_ranks = groups.all_gather_checked(
-        lambda: [prompts_of(micro_batch) for micro_batch in micro_batches], of="prompts of rollouts"
+        lambda: [prompts_of(micro_batch) for micro_batch in micro_batches],
+        contents="prompts of rollouts",
     )
     results = []
     for first in range(0, len(micro_batches), together):

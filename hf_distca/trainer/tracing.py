@@ -30,7 +30,8 @@ class StepTracer(TrainerCallback):
     """
 
     def __init__(self, dispatcher: Dispatcher, args: DistCAPaddedArguments) -> None:
-        self._dispatcher, self._args = dispatcher, args
+        self._dispatcher = dispatcher
+        self._args = args
         self._recording: Recording | None = None
         self.on_train_begin()
 
@@ -45,7 +46,9 @@ class StepTracer(TrainerCallback):
         """Stop recording; an unfinished step, which had no batch or failed, is not kept."""
         if self._recording is not None:
             self._recording.stop()
-        self._recording, self._step, self._section = None, ExitStack(), ExitStack()
+        self._recording = None
+        self._step = ExitStack()
+        self._section = ExitStack()
 
     def begin_step(self, number: int) -> None:
         """Start step `number`, from 1 on, before its batches are fetched.

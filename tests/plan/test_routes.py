@@ -51,7 +51,7 @@ def quarters(length, ranks=4):
 def divided(plan, buffer_rows, **options):
     """Return the plan in stages, for the rows that the busiest rank sends or receives."""
     most = int(rows_by_stage(plan).max(initial=0))
-    return with_stages(plan, buffer_rows, most=most, **options)
+    return with_stages(plan, buffer_rows, busiest_rows=most, **options)
 
 
 @settings(max_examples=500)

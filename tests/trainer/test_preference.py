@@ -128,10 +128,10 @@ def plans_of_rollouts(folder: str, kind: str) -> tuple[list[str], int]:
     made = []
     exchange, prepared = Groups.all_gather_checked, padded.plan_sequences
 
-    def exchanged(self: Groups, make: Any, *, of: str) -> Any:
-        if of.startswith("lengths of sequences"):
-            events.append("ahead" if of.endswith("later batches") else "packed")
-        return exchange(self, make, of=of)
+    def exchanged(self: Groups, make: Any, *, contents: str) -> Any:
+        if contents.startswith("lengths of sequences"):
+            events.append("ahead" if contents.endswith("later batches") else "packed")
+        return exchange(self, make, contents=contents)
 
     def planned(*args: Any) -> Any:
         made.append(args)

@@ -105,7 +105,8 @@ class ServerLink:
             if self.lost:
                 return
             self.lost = reason
-            pending, self._pending = self._pending, {}
+            pending = self._pending
+            self._pending = {}
         self._channel.shut_down()
         for answer in pending.values():
             answer.set_exception(LinkLost(self.lost))

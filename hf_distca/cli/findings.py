@@ -65,7 +65,9 @@ class Finding:
     @property
     def state(self) -> str:
         """One word: ok, advice (better changed) or wrong (must be changed)."""
-        return "wrong" if self.needed else "advice" if self.change else "ok"
+        if self.needed:
+            return "wrong"
+        return "advice" if self.change else "ok"
 
 
 def report(

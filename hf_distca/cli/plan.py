@@ -348,9 +348,8 @@ def _figures(
         "tasks_below_block": int((rows < settings.balance_block_size).sum()),
         "nano_batches": len(plans),
         "stages": max(len(rows_by_stage(nano_plan)) for nano_plan in plans),
-        "exchange_buffers": core_attention.get(
-            "exchange buffers", 0
-        ),  # all layers of a kind share them
+        # All layers of a kind share them.
+        "exchange_buffers": core_attention.get("exchange buffers", 0),
     }
     if not options.report:
         return figures

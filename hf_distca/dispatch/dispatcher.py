@@ -191,9 +191,9 @@ class Dispatcher:
         plans = []
         for index in range(max(count, at_least)):
             lengths_of_ranks = [rank[index] if index < len(rank) else [] for rank in gathered]
-            plan = plan_placed(
-                [lengths or [1] for lengths in lengths_of_ranks], self.settings
-            )  # [1]: of a `filler_batch`
+            # A rank without a batch computes a `filler_batch`, which has one token.
+            filled = [lengths or [1] for lengths in lengths_of_ranks]
+            plan = plan_placed(filled, self.settings)
             plans.append(replace(plan, fillers=lengths_of_ranks.count([])))
         return plans
 
@@ -217,11 +217,11 @@ class Dispatcher:
             lengths = [checked_document_lengths(batch, self.limits, name) for batch in batches]
         plans = self.plan_lengths(lengths, at_least)
         fillers = [filler_batch(self.device) for _ in range(len(plans) - len(batches))]
-        return [
-            {name: value for name, value in batch.items() if name not in REPLACED_BY_PLAN}
-            | {PLAN_KEY: plan}
-            for batch, plan in zip([*batches, *fillers], plans, strict=True)
-        ]
+        planned_batches = []
+        for batch, plan in zip([*batches, *fillers], plans, strict=True):
+            kept = {name: value for name, value in batch.items() if name not in REPLACED_BY_PLAN}
+            planned_batches.append(kept | {PLAN_KEY: plan})
+        return planned_batches
 
     def plan_batch(self, batch: dict[str, Any]) -> dict[str, Any]:
         """Plan one batch of a padding-free collator.

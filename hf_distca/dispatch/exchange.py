@@ -33,9 +33,8 @@ class Route:
     sent: list[int]  # [ranks] number of rows to each rank
     received: list[int]  # [ranks] from each rank
     crossing: bool  # whether any rank sends such rows to another; the same on every rank
-    rows: RowIndex = field(
-        default_factory=lambda: ALL_ROWS, compare=False
-    )  # those to send, by receiving rank
+    # The rows to send, by receiving rank.
+    rows: RowIndex = field(default_factory=lambda: ALL_ROWS, compare=False)
     forwarded: "Route | None" = (
         None  # received rows that go on to other ranks of the node; None if no rank has any
     )
@@ -76,9 +75,8 @@ class ExchangeBuffer:
         width = _row_bytes(columns)
         memory_NB = {part: bytes_B.view(-1, width) for part, bytes_B in memory_B.items()}
         sent_NB = memory_NB["sent"]
-        received_NB = memory_NB.get(
-            "received", sent_NB
-        )  # one memory for both where no row crosses a link
+        # One memory serves both where no row crosses a link.
+        received_NB = memory_NB.get("received", sent_NB)
         self.sent = _views(sent_NB, columns)
         self.received = _views(received_NB, columns)
         self.forwarded = []

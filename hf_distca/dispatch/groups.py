@@ -469,7 +469,8 @@ def ranks_per_node(mesh: RankMesh | None, timeout_s: float) -> int | tuple[int, 
     # hosts are alone.
     sizes = tuple(len(list(node)) for _, node in groupby(member_places))
     if rank == members[0]:
-        hosts = [host for host, _ in groupby(host for host, _ in member_places)]
+        host_of_members = [host for host, _ in member_places]
+        hosts = [host for host, _ in groupby(host_of_members)]
         if len(hosts) > len(set(hosts)):
             logger.warning(
                 "ranks that share a host are not numbered one after another, so plans cannot "

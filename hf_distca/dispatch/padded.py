@@ -48,10 +48,8 @@ SHARE = np.dtype(
         ("sequence", np.int64),  # index of the sequence in the batch of its source
         ("start", np.int64),  # first token of the sequence
         ("stop", np.int64),  # one past its last token
-        (
-            "offset",
-            np.int64,
-        ),  # row of token `start` among the rows of all micro-batches of the rank
+        # Row of token `start` among the rows of all micro-batches of the rank.
+        ("offset", np.int64),
     ]
 )
 """Tokens [start, stop) of a sequence, held by one rank in one micro-batch."""

@@ -174,9 +174,8 @@ class Recorder:
         while self._queued and (wait or self._queued[0][-1].query()):
             span, begin, end = self._queued.popleft()
             end.synchronize()
-            if (
-                self._anchor is not None
-            ):  # time from the previous span: long event intervals lose digits
+            # Times count from the previous span: long intervals of events lose digits.
+            if self._anchor is not None:
                 self._anchor_s += self._anchor.elapsed_time(begin) / 1000
                 self._free.append(self._anchor)
             self._anchor = begin

@@ -78,6 +78,5 @@ for _schema in (
     _name = _library.define(_schema)
     _library.impl(_name, partial(_on_cuda, _name), "CUDA")
     _library.impl(_name, lambda *_: None, "Meta")
-_library.impl(
-    "merge_into", _merge_on_cpu, "CPU"
-)  # sums on the CPU go another way, see `hf_distca.dispatch.rows`
+# Only the merge has an implementation for the CPU: for sums see `hf_distca.dispatch.rows`.
+_library.impl("merge_into", _merge_on_cpu, "CPU")

@@ -270,11 +270,9 @@ class FlashVarlenKernel:
         """Return the arguments that both functions take by name."""
         # With at most 1 row the kernels assume one row in *every* task, which empty tasks break.
         lengths = shapes.cu_q, shapes.cu_k, max(shapes.max_q, 2), shapes.max_k
-        softcap = (
-            {"softcap": no_softcap if params.softcap is None else params.softcap}
-            if self.has_softcap
-            else {}
-        )
+        softcap = {}
+        if self.has_softcap:
+            softcap["softcap"] = no_softcap if params.softcap is None else params.softcap
         return {
             **dict(zip(self.names, (*lengths, params.scale, params.causal), strict=True)),
             "window_size_left": self.no_window if params.window is None else params.window - 1,

@@ -79,9 +79,8 @@ class FlashAttn3Kernel(FlashVarlenKernel):
         super().__init__(operators, sm_margin=sm_margin)
 
     def _padded(self, head_dim_qk: int, head_dim_v: int, device: torch.device) -> tuple[int, int]:
-        if (
-            128 < head_dim_qk <= 192 and 96 < head_dim_v <= 128
-        ):  # it was made for the 192 and 128 of latent attention
+        # The kernel was made for the 192 and 128 of latent attention.
+        if 128 < head_dim_qk <= 192 and 96 < head_dim_v <= 128:
             return -(-head_dim_qk // 8) * 8, -(-head_dim_v // 8) * 8
         return super()._padded(head_dim_qk, head_dim_v, device)
 

@@ -211,9 +211,8 @@ class MemoryCounter:
 
         if not self._by_config:
             dtype = None if is_ddp else computed  # None for the model's own
-            if is_divided_at_load(
-                model
-            ):  # a copy would be divided too, and ask other ranks for their shares
+            # A copy would be divided too, and ask other ranks for their shares.
+            if is_divided_at_load(model):
                 base = base_model(model)
                 return of_config(config_on_a_rank(base), dtype or base.dtype)
             return count_peaks(model_after(model, dtype), plan, rank, use)

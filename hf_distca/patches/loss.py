@@ -148,10 +148,9 @@ class _OfLinear(torch.autograd.Function):
         bias_grad_V = (
             torch.zeros_like(bias_V, dtype=summed) if bias_V is not None and needs[2] else None
         )
-        hidden_TD, weight_VD = (
-            as_autocast(hidden_TD),
-            as_autocast(weight_VD),
-        )  # once, not with each chunk
+        # Cast once, not with each chunk.
+        hidden_TD = as_autocast(hidden_TD)
+        weight_VD = as_autocast(weight_VD)
         bias_V = None if bias_V is None else as_autocast(bias_V)
         count = len(hidden_TD)
         losses_N = hidden_TD.new_empty(-(-count // rows), dtype=summed)

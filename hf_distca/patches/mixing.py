@@ -156,13 +156,11 @@ def _by_document(
     split_kwargs = {
         name: split_argument(name, value, sizes, DOCUMENTS) for name, value in kwargs.items()
     }
-    results = [
-        stock(
-            *(parts[i] for parts in split_args),
-            **{name: parts[i] for name, parts in split_kwargs.items()},
-        )
-        for i in range(len(sizes))
-    ]
+    results = []
+    for i in range(len(sizes)):
+        document_args = [parts[i] for parts in split_args]
+        document_kwargs = {name: parts[i] for name, parts in split_kwargs.items()}
+        results.append(stock(*document_args, **document_kwargs))
     if not isinstance(results[0], tuple):
         return join_results("output", tuple(results), sizes, DOCUMENTS)
     rows, *further_results = zip(*results, strict=True)

@@ -124,9 +124,8 @@ class Workers:
         that is later.
         """
         base, speed = np.array(sorted(zip(self.base_load, self.speed, strict=True))).T
-        levels = (total + np.cumsum(base * speed)) / np.cumsum(
-            speed
-        )  # if the workers up to each one share the pairs
+        # The level if the workers up to each one share the pairs.
+        levels = (total + np.cumsum(base * speed)) / np.cumsum(speed)
         return float(max(levels.min(), base[-1]))
 
 

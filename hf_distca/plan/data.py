@@ -168,9 +168,8 @@ class Plan:
 class NanoBatch:
     """One layout and the plans of every kind of attention layer on it."""
 
-    documents: NDArray[
-        np.int64
-    ]  # [documents] of the layout: index in the micro-batch; each is in one nano-batch only
+    # [documents] of the layout: index in the micro-batch; each is in one nano-batch only.
+    documents: NDArray[np.int64]
     layout: Layout
     plans: dict[AttentionKind, Plan]
 

@@ -59,12 +59,13 @@ def stage_rows(
             number of stages takes more memory then.
     """
     rows = -(-busiest_rows // stages)
-    if (
-        in_hops and stages > 1
-    ):  # rows on the same path are spread in blocks, so stages cannot be quite even
+    if in_hops and stages > 1:
+        # Rows on the same path are spread in blocks, so stages cannot be quite even.
         rows += rows // moves.PARTS
     rows = max(rows, SMALLEST_STAGE)
-    buffers = 1 if not together else BUFFERS_IN_HOPS if in_hops else BUFFERS
+    buffers = 1
+    if together:
+        buffers = BUFFERS_IN_HOPS if in_hops else BUFFERS
     if busiest_rows > buffers * buffer_rows:
         rows = min(rows, buffer_rows)
     return rows if busiest_rows > rows else None

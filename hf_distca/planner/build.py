@@ -120,10 +120,10 @@ def _whole_on_ranks(
     nano_batches = [list(documents_of_ranks)]
     if len(rank_halves) == len(documents_of_ranks):
         nano_batches = [list(documents) for documents in zip(*rank_halves, strict=True)]
-    layouts = [
-        fixed_layout([lengths[documents].tolist() for documents in nano_batch])
-        for nano_batch in nano_batches
-    ]
+    layouts = []
+    for nano_batch in nano_batches:
+        lengths_of_ranks = [lengths[documents].tolist() for documents in nano_batch]
+        layouts.append(fixed_layout(lengths_of_ranks))
     nano_documents = [np.concatenate(nano_batch) for nano_batch in nano_batches]
     return _balanced(nano_documents, layouts, settings, forest)
 

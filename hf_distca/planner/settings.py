@@ -24,10 +24,8 @@ class Choices:
 
     costs: StepCosts
     groups: bool = True  # whether documents may stay inside smaller groups of ranks
-    tolerances: tuple[float, ...] = (
-        BALANCE_TOLERANCE,
-        COARSER_TOLERANCE,
-    )  # of balance, the finest first
+    # Tolerances of balance, the finest first.
+    tolerances: tuple[float, ...] = (BALANCE_TOLERANCE, COARSER_TOLERANCE)
     nano_batches: tuple[int, ...] = (1, 2)
 
     def forward_only(self) -> "Choices":

@@ -226,7 +226,9 @@ def stacks_picture(
         strong: names that stand out. Bars far longer than theirs are broken off.
     """
     pitch, bar_height = 28.0, 18.0
-    totals = {name: sum(size for size, _, _ in parts) for name, parts in rows.items()}
+    totals = {}
+    for name, parts in rows.items():
+        totals[name] = sum(size for size, _, _ in parts)
     limit = CUT_OFF * max((totals[name] for name in strong), default=0.0) or inf
     marks = ticks(min(max(totals.values()), limit), 5)
     left_x = max(map(len, rows)) * LETTER + 10

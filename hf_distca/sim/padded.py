@@ -101,17 +101,22 @@ def simulate_padded(
         computed[PADDED] = sum(map(sum, padded(batch.lengths)))
         for name in steps:
             rows[name] = rows.get(name, 0) + computed.get(name, batch_tokens)
-    return tuple(
-        PaddedFigures(
-            name=name,
-            forward_seconds=float(np.mean([step.seconds for step in forwards[name]])),
-            step_seconds=float(np.mean([step.seconds for step in strategy_steps])),
-            imbalance=float(np.mean([_imbalance(step) for step in strategy_steps])),
-            rows=rows[name] / len(strategy_steps),
-            tokens_per_second=tokens / sum(step.seconds for step in strategy_steps),
+    figures = []
+    for name, strategy_steps in steps.items():
+        forward_seconds = [step.seconds for step in forwards[name]]
+        step_seconds = [step.seconds for step in strategy_steps]
+        imbalances = [_imbalance(step) for step in strategy_steps]
+        figures.append(
+            PaddedFigures(
+                name=name,
+                forward_seconds=float(np.mean(forward_seconds)),
+                step_seconds=float(np.mean(step_seconds)),
+                imbalance=float(np.mean(imbalances)),
+                rows=rows[name] / len(strategy_steps),
+                tokens_per_second=tokens / sum(step_seconds),
+            )
         )
-        for name, strategy_steps in steps.items()
-    )
+    return tuple(figures)
 
 
 def steps_of(

@@ -135,12 +135,12 @@ def simulation_report(figures: Mapping[str, Any]) -> str:
 
     # 2. Seconds of each strategy.
     compared = [best, figures["best_planned"]]
-    bars = {
-        strategy["name"]: [
-            (seconds, part, STEP_PARTS[part]) for part, seconds in parts_of_step(strategy).items()
+    bars = {}
+    for strategy in strategies:
+        seconds_of_parts = parts_of_step(strategy)
+        bars[strategy["name"]] = [
+            (seconds, part, STEP_PARTS[part]) for part, seconds in seconds_of_parts.items()
         ]
-        for strategy in strategies
-    }
     rows = [
         columns_of(strategy) | {"sent, MB": f"{strategy['bytes_bottleneck'] / 1e6:,.1f}"}
         for strategy in strategies
@@ -435,10 +435,10 @@ def table_of_ranks(
     values_of_ranks = list(zip(*columns.values(), strict=True))
     if len(values_of_ranks) > MOST_RANKS:
         return ""
-    rows = [
-        [str(rank), *(format(value, numbers) for value in values)]
-        for rank, values in enumerate(values_of_ranks)
-    ]
+    rows = []
+    for rank, values in enumerate(values_of_ranks):
+        cells = [format(value, numbers) for value in values]
+        rows.append([str(rank), *cells])
     table = _table(caption, ["rank", *columns], rows)
     return f"<details><summary>{escape(caption)}</summary>{table}</details>"
 

@@ -62,7 +62,10 @@ def turns_of_ranks(seed: int, ranks: int, sequences: int) -> Iterator[DrawnBatch
     drawn = turns(np.random.default_rng(seed))
     while True:
         draws_of_ranks = [list(islice(drawn, sequences)) for _ in range(ranks)]
-        yield DrawnBatch(
-            [[length for length, _ in draws] for draws in draws_of_ranks],
-            [[hashes for _, hashes in draws] for draws in draws_of_ranks],
-        )
+        lengths_of_ranks = []
+        hashes_of_ranks = []
+        for draws in draws_of_ranks:
+            lengths, hashes = zip(*draws, strict=True)
+            lengths_of_ranks.append(list(lengths))
+            hashes_of_ranks.append(list(hashes))
+        yield DrawnBatch(lengths_of_ranks, hashes_of_ranks)

@@ -123,9 +123,8 @@ class DistCAArguments(DistCAPaddedArguments):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if getattr(
-            self, "use_liger_kernel", False
-        ):  # applied when training starts: to kernels of layers only
+        # Liger's kernels are applied when training starts, and only to layers.
+        if getattr(self, "use_liger_kernel", False):
             self.liger_kernel_config = {
                 **(self.liger_kernel_config or {}),
                 **dict.fromkeys(LIGERS_LOSSES, False),

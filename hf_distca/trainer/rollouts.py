@@ -63,16 +63,16 @@ def divided_by_prompts(
     """
     numbers: dict[Prompt, int] = {}
     ranks = len(prompts_of_ranks)
-    numbers_of_ranks = [
-        np.array([numbers.setdefault(prompt, len(numbers)) for prompt in prompts], np.int64)
-        for prompts in prompts_of_ranks
+    numbers_of_ranks: list[NDArray[np.int64]] = []
+    for prompts in prompts_of_ranks:
+        rank_numbers = [numbers.setdefault(prompt, len(numbers)) for prompt in prompts]
+        numbers_of_ranks.append(np.array(rank_numbers, np.int64))
+    rollouts_of_ranks = [
+        np.bincount(prompt_numbers, minlength=len(numbers)) for prompt_numbers in numbers_of_ranks
     ]
-    rollouts = np.stack(
-        [np.bincount(rank_numbers, minlength=len(numbers)) for rank_numbers in numbers_of_ranks], 1
-    )
-    room = np.tile(
-        [len(rank_numbers) // parts for rank_numbers in numbers_of_ranks], (parts, 1)
-    )  # [parts, ranks]
+    rollouts = np.stack(rollouts_of_ranks, 1)
+    rows_of_parts = [len(prompt_numbers) // parts for prompt_numbers in numbers_of_ranks]
+    room = np.tile(rows_of_parts, (parts, 1))  # [parts, ranks]
     saved = rollouts.sum(1) * np.array([prompt.rows for prompt in numbers], np.int64)
     part_of_ranks = [np.empty(len(rank_numbers), np.int64) for rank_numbers in numbers_of_ranks]
 

@@ -74,8 +74,9 @@ def divided_by_prompts(
     rows_of_parts = [len(prompt_numbers) // parts for prompt_numbers in numbers_of_ranks]
     room = np.tile(rows_of_parts, (parts, 1))  # [parts, ranks]
     saved = rollouts.sum(1) * np.array([prompt.rows for prompt in numbers], np.int64)
-    part_of_ranks = [np.empty(len(rank_numbers), np.int64) for rank_numbers in numbers_of_ranks]
+    part_of_ranks = [np.empty(len(prompt_numbers), np.int64) for prompt_numbers in numbers_of_ranks]
 
+    # The prompt that saves the most rows first: each part takes as many of its rollouts as fit.
     for number in np.argsort(-saved, kind="stable"):
         has_prompt = rollouts[number] > 0
         places: list[list[int]] = [[] for _ in range(ranks)]  # of each rank, a part of each rollout
@@ -88,8 +89,8 @@ def divided_by_prompts(
                 places[rank] += [part] * int(fitting[part, rank])
             left -= fitting[part]
             room[part] -= fitting[part]
-        for rank, rank_numbers in enumerate(numbers_of_ranks):
-            part_of_ranks[rank][rank_numbers == number] = places[rank]
+        for rank, prompt_numbers in enumerate(numbers_of_ranks):
+            part_of_ranks[rank][prompt_numbers == number] = places[rank]
     return [np.argsort(part, kind="stable") for part in part_of_ranks]
 
 

@@ -23,6 +23,7 @@ def along_paths(rows: Table, branches: Branches) -> tuple[Table, IntArray]:
     pieces = [rows[:0]]
     entries_of_pieces = [entry[:0]]
     while len(rows):
+        # 1. The last rows of a path belong to the document itself.
         copy, document = np.divmod(rows["document"], len(branches.parents))
         first_own = branches.starts[document]
         own_rows = rows.take(np.arange(len(rows)))
@@ -30,6 +31,7 @@ def along_paths(rows: Table, branches: Branches) -> tuple[Table, IntArray]:
         is_own = own_rows["start"] < own_rows["stop"]
         pieces.append(own_rows.compress(is_own))
         entries_of_pieces.append(entry[is_own])
+        # 2. The rows before them are rows of the parent's path.
         is_above = rows["start"] < first_own
         rows_above = rows.compress(is_above)
         rows_above["stop"] = np.minimum(rows_above["stop"], first_own[is_above])

@@ -277,6 +277,7 @@ def _sources(
     Returns:
         By task, the parts that leave the task: their pairs, and the taker of each.
     """
+    # Tasks are sorted by worker: those of worker w are [first_task[w], first_task[w + 1]).
     workers = np.arange(len(problem.workers) + 1)
     first_task: list[int] = np.searchsorted(tasks["worker"], workers).tolist()
     documents: list[int] = tasks["document"].tolist()
@@ -285,10 +286,12 @@ def _sources(
         first_own = first_task[giver]
         stop = first_task[giver + 1]
         own_tasks = tasks[first_own:stop]
+        # Pairs of the document up to where each task starts and stops.
         low = pairs(0, own_tasks["start"], problem.pair_window).astype(np.float64)
         high = pairs(0, own_tasks["stop"], problem.pair_window).astype(np.float64)
         listed = [task for task in range(first_own, stop) if documents[task] in held_rows]
         for taker, amount in flows_of_giver:
+            # K/V rows that the taker has of each task's document: they need not travel.
             rows_of_taker = np.full(stop - first_own, problem.origin)
             for task in listed:
                 rows = held_rows[documents[task]].get(taker, problem.origin)
@@ -404,6 +407,7 @@ def plan_flows(surplus: list[float], partners: dict[int, set[int]]) -> Flows:
         surplus: [workers] pairs above the aim; negative where a worker has room.
         partners: for workers, the workers with tasks of the same documents.
     """
+    # 1. Who has room, sorted by it; who gives; and what each partner still has to give.
     rooms = sorted(
         (-pairs_above, worker) for worker, pairs_above in enumerate(surplus) if pairs_above < 0
     )
@@ -412,6 +416,7 @@ def plan_flows(surplus: list[float], partners: dict[int, set[int]]) -> Flows:
     partners = {giver: partners[giver] - {giver} for giver in givers if giver in partners}
     waiting_surplus = {giver: surplus[giver] for giver in givers}
     flows: Flows = {}
+    # 2. Each giver fills rooms until its surplus is gone.
     for giver in _largest_givers_first(givers, surplus, partners):
         remaining = waiting_surplus.pop(giver)
         flows[giver] = flows_of_giver = []
@@ -438,6 +443,7 @@ def plan_flows(surplus: list[float], partners: dict[int, set[int]]) -> Flows:
                     if room_of_worker[taker] > 0
                 ]
                 wanted_room = max(taker_rooms, default=wanted_room)
+            # The first room at least as large as wanted, or else the largest.
             room, taker = rooms.pop(min(bisect_left(rooms, wanted_room), len(rooms) - 1))
             amount = min(remaining, room)
             flows_of_giver.append((taker, amount))

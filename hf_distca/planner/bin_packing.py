@@ -107,12 +107,14 @@ class Bins:
         bin_of_item = np.full(len(sizes), NOWHERE)
         chosen = []
         for size, cost in zip(sizes[order].tolist(), costs[order].tolist(), strict=True):
+            # 1. Bins that have room for this item come back, and those without room leave.
             while too_full and -too_full[0][0] >= size:
                 _, number = heappop(too_full)
                 heappush(ready, (preference(number), number))
             while ready and room[ready[0][1]] < size:
                 _, number = heappop(ready)
                 heappush(too_full, (-room[number], number))
+            # 2. The bin on top is preferred most, and gets the item.
             if ready:
                 _, number = ready[0]
                 self.put(number, size, cost)
@@ -148,7 +150,7 @@ class Bins:
             if not with_room:
                 continue
             number = min(with_room, key=self.least_work)
-            if min(self.work) > 0:
+            if min(self.work) > 0:  # no bin is empty
                 within_limit = [
                     number
                     for number in with_room

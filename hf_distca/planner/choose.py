@@ -241,6 +241,7 @@ class _Search:
     def _placings(self) -> list[Placing]:
         """Return the placings of all documents, in groups of growing size."""
         sizes_of_groups = partitions(self._node_sizes)
+        # As few nodes as documents need are joined too.
         if len(self._node_sizes) > 2:
             joined_sizes = joined_nodes(
                 self._lengths,
@@ -253,7 +254,7 @@ class _Search:
                 sizes_of_groups.append(joined_sizes)
         placings = self._whole_placings()
         for sizes in sorted(sizes_of_groups, key=max):
-            if max(sizes) > 1:
+            if max(sizes) > 1:  # single ranks are placed already
                 placing = self._placed(sizes)
                 if placing is not None:
                     placings.append(placing)
@@ -318,6 +319,7 @@ class _Search:
             if bound >= lowest * (1 - GOOD_ENOUGH):
                 continue
             even.append(placing)
+            # A bound that leaves documents out is no measure for larger groups.
             if not placing.unplaced:
                 lowest = bound
         return even
@@ -338,10 +340,12 @@ class _Search:
         joint = self._placings_for_joint_layouts(placings)
         listed = []
         for placing in placings:
+            # 1. Documents divided evenly.
             bound = self._bound(placing)
             listed.append(Candidate(placing, bound, "evenly", finest, (fewest,)))
             if self._may_have_cuts(placing) and coarsest > finest:
                 listed.append(Candidate(placing, bound, "evenly", coarsest, (fewest,)))
+            # 2. Joint layouts: one of many ranks, or up to three.
             if placing not in joint:
                 continue
             if self._settings.ranks > FEW_RANKS:
@@ -384,6 +388,7 @@ class _Search:
         placing = Placing.of_all(self._seconds, self._speeds)
         bound = self._even_share + self._seconds_of_calls(1)
         tolerances = self._choices.tolerances
+        # Where only the tolerance of the settings may be chosen, every plan keeps to it.
         if len(tolerances) > 1:
             tolerances = (UNBALANCED, *tolerances)
         return [
@@ -395,6 +400,7 @@ class _Search:
     def every_candidate(self) -> Iterator[Candidate]:
         """Yield all combinations of placing, division, nano-batches and tolerance."""
         divisions: tuple[Division, ...] = ("evenly", "jointly")
+        # Whole documents on single ranks are divided in one way only.
         for placing in self._placings():
             bound = self._bound(placing)
             for division in divisions if self._may_have_cuts(placing) else ("evenly",):

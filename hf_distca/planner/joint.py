@@ -243,6 +243,7 @@ class _Placement:
         bins, targets = self._bins, self._targets
         rows = self._pieces.rows()
         costs = self._pieces.pairs(targets.window)
+        # Pieces without rows come last, and are left out.
         order = largest_first(costs if self._inside else rows)[: np.count_nonzero(rows)]
         # 1. The largest pieces go where most pairs are missing for the missing rows.
         remaining_pairs = np.cumsum(costs[order][::-1])[::-1]
@@ -270,11 +271,13 @@ class _Placement:
         """
         room = self._bins.room
         rows = self._pieces.rows()
+        # 1. Overfill the rank with the most room.
         for piece in fits_nowhere:
             rank = room.index(max(room))
             self._rank_of_piece[piece] = rank
             room[rank] -= int(rows[piece])
-        # The rank with the most room comes first; it is the last to get rows.
+        # 2. Empty the overfull ranks. The rank with the most room comes first; it is the last to
+        #    get rows.
         ranks_with_room = [rank for rank in range(len(room)) if room[rank] > 0]
         ranks_with_room.sort(key=lambda rank: (-room[rank], rank))
         rank_of_piece = np.array(self._rank_of_piece)
@@ -297,7 +300,7 @@ class _Placement:
         uncut = sorted(piece for piece in pieces if self._is_document(piece))
         cut_already = sorted(piece for piece in pieces if not self._is_document(piece))
         while room[rank] < 0:
-            if not uncut:
+            if not uncut:  # only pieces are left that are not whole documents
                 uncut = cut_already
                 cut_already = []
             target = ranks_with_room[-1]

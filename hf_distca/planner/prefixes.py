@@ -138,6 +138,7 @@ def _without_poor_roots(prefixes: SharedPrefixes, most_rows: int) -> SharedPrefi
     parents, starts = prefixes.branches.parents.copy(), prefixes.branches.starts.copy()
     documents = np.arange(len(parents))
     replaced = documents.copy()  # a document that is divided is replaced by its first branch
+    # 1. Divide trees until none is poor: a branch that is freed is the root of a smaller tree.
     while True:
         own_rows = np.where(replaced == documents, prefixes.lengths - starts, 0)
         root_of = documents.copy()
@@ -145,6 +146,7 @@ def _without_poor_roots(prefixes: SharedPrefixes, most_rows: int) -> SharedPrefi
             root_of[document] = root_of[parents[document]]
         tree_rows = np.bincount(root_of, own_rows, len(documents))
         branches_of = np.bincount(parents[parents >= 0], minlength=len(documents))
+        # A root is computed once instead of once for each branch.
         is_poor = own_rows * (branches_of - 1) < LEAST_SAVED * tree_rows
         is_divided = (branches_of > 0) & (parents < 0) & (is_poor | (tree_rows > most_rows))
         if not is_divided.any():
@@ -155,6 +157,8 @@ def _without_poor_roots(prefixes: SharedPrefixes, most_rows: int) -> SharedPrefi
         parents[freed] = -1
         starts[freed] = 0
 
+    # 2. Sequences that ended in a divided root end in its first branch, at the end of a chain of
+    #    replacements. Number the documents that are left.
     ends = prefixes.ends
     while not np.array_equal(ends, replaced[ends]):
         ends = replaced[ends]

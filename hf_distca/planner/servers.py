@@ -66,7 +66,7 @@ def plan_with_servers(
         plans = {}
         for kind in nano_batch.plans:
             balanced = balance(nano_batch.layout, kind, settings, computing, nodes)
-            if not ranks_serve:
+            if not ranks_serve:  # the balance may leave small tasks on idle ranks
                 balanced = without_ranks(balanced, workers.speed)
             counts = count_plan(balanced, kind, settings.bytes_per_value, link_nodes)
             plans[kind] = with_stages(
@@ -120,6 +120,7 @@ def without_ranks(plan: Plan, speeds: Sequence[float]) -> Plan:
     ranks = plan.layout.ranks
     server_speeds = np.asarray(speeds[ranks:])
     cost = pairs(tasks["start"], tasks["stop"], plan.window)
+    # Pairs that each server has already.
     server_loads = np.bincount(tasks["worker"], weights=cost, minlength=plan.workers)[ranks:]
     tasks_on_ranks = np.flatnonzero(tasks["worker"] < ranks)
     largest_first = tasks_on_ranks[np.argsort(-cost[tasks_on_ranks], kind="stable")]

@@ -130,8 +130,8 @@ def measured_kernel(
     queries = [rows for rows in QUERIES[device.type] if rows <= most_rows]
     if len(queries) < FEWEST:
         queries = [max(int(most_rows) >> halved, 1) for halved in reversed(range(FEWEST))]
-    counts = []
-    times = []
+    counts = []  # of each call, as `counted_call` returns
+    times = []  # of each call, seconds of forward and backward
     params = AttentionParams(scale=kind.dim_qk**-0.5)
 
     def random(rows: int, heads: int, head_dim: int) -> torch.Tensor:
@@ -151,6 +151,7 @@ def measured_kernel(
         counts.append(counted_call(q_lens, k_lens))
         times.append((seconds_of(forward, device), seconds_of(backward, device)))
 
+    # 1. Calls with several short tasks, then calls with one task of more and more rows.
     began = time.perf_counter()
     short = short_calls(device.type, most_rows)
     hidden = None if progress else True  # None: shown on a terminal only
@@ -172,11 +173,12 @@ def measured_kernel(
     forward_s, backward_s = np.array(times).T
     count_table = np.array(counts)  # [calls, counts of a call]
     tasks = Tasks(*count_table.T)
-    # How well costs that are fitted to some calls predict the others.
+    # 2. How well costs that are fitted to some calls predict the others.
     fitted, unseen = map(list, held_out(len(counts)))
     partial_cost = fitted_cost(Tasks(*count_table[fitted].T), forward_s[fitted])
     predicted_s = partial_cost.seconds(Tasks(*count_table[unseen].T))
     accuracy = Accuracy.of(predicted_s, forward_s[unseen])
+    # 3. The costs themselves are fitted to all calls.
     return fitted_cost(tasks, forward_s), fitted_cost(tasks, backward_s), accuracy
 
 

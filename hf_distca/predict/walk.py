@@ -122,6 +122,7 @@ class LayerClocks:
         order = list(range(len(self._nano_batches)))
         if self._direction == "backward":
             order.reverse()
+        # Each generator runs to its next pause in turn, as in a step.
         turns = [self._carry_out(index) for index in order]
         for _ in zip_longest(*turns):
             pass
@@ -192,6 +193,8 @@ class LayerClocks:
         size = self._transfer_size(index, transfer.rows, transfer.columns)
         if size is None:
             return
+        # The rows of a transfer arrive when both ends have started it and each link has brought
+        # them; a link carries one transfer after another.
         self._clock = self._clock + self._links.start
         all_started = self._when_all_start(index, size.largest > 0)
         arrival = self._clock
@@ -415,6 +418,7 @@ def document_seconds(lengths: IntArray, costs: StepCosts) -> FloatArray:
     Calls of the kernel are left out: documents share them.
     """
     total = costs.token * lengths.astype(np.float64)
+    # Pairs in the blocks on the diagonal, which kernels compute in full.
     diagonal = lengths * np.minimum(lengths, DIAGONAL_ROWS)
     for costs_of_kind in costs.kinds:
         document_pairs, tasks = _pairs_and_tasks(lengths, costs_of_kind.kind)

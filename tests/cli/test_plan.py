@@ -78,10 +78,17 @@ def dumped(run, tmp_path):
 
 
 def test_figures(command, figures):
-    found = figures(*command([[4, 4], [2, 6]], 2, 8, *UNBALANCED))
-    assert list(found) == KEYS
-    assert list(found.values())[:15] == [pytest.approx(24 / 22), 1.0, *[0] * 9, 4, 2, 4, 2]
-    assert found["plan_ms"] > 0
+    planned = figures(*command([[4, 4], [2, 6]], 2, 8, *UNBALANCED))
+    assert list(planned) == KEYS
+    assert planned["max_over_mean"] == pytest.approx(24 / 22)
+    assert planned["tokens_max_over_mean"] == 1.0
+    nothing_moves = ("bytes_total", "bytes_bottleneck", *BYTES, "link_seconds")
+    assert {name: planned[name] for name in nothing_moves} == dict.fromkeys(nothing_moves, 0)
+    assert planned["tasks"] == 4
+    assert planned["min_rows"] == 2
+    assert planned["tasks_below_block"] == 4
+    assert planned["nano_batches"] == 2
+    assert planned["plan_ms"] > 0
     # The joint layout places the documents of rows itself.
     assert figures(*command([[4, 4, 4, 4], []], 2, 8))["tokens_max_over_mean"] == 1.0
     # Nodes have eight ranks by default.
@@ -427,13 +434,14 @@ def test_lengths_of_texts_and_chats_are_counted_by_a_tokenizer(dumped, tmp_path,
         "12",
     ]
     chat = [{"role": "user", "content": "w1"}, {"role": "assistant", "content": "w2 w3"}]
+    # Lengths count the end of each document.
     for name, content, more_options, lengths in (
         (
             "rows.jsonl",
             '{"text": "w1 w2 w3"}\n{"text": "w4"}\n',
             [],
             [2, 4],
-        ),  # each with the end of its document
+        ),
         ("rows.json", '[{"body": "w1 w2 w3"}, {"body": "w4"}]', ["--column", "body"], [2, 4]),
         ("chats.jsonl", json.dumps({"messages": chat}), [], [6]),
     ):

@@ -381,15 +381,17 @@ def test_lengths_of_a_flattened_batch(options):
     ],
     ids=["fits", "large token", "negative token", "negative target", "large target", "no targets"],
 )
-def test_batches_beyond_the_tables_of_a_model(ids, labels, entry, words):
+@pytest.mark.parametrize(
+    "form", [dict, CollatorWithLengths(lambda batch: batch)], ids=["batch", "with lengths"]
+)
+def test_batches_beyond_the_tables_of_a_model(ids, labels, entry, words, form):
     classes = 9 if entry is Batch.TARGET_ID else 10
     batch = batch_of([0, 1, 2]) | {
         "input_ids": torch.tensor([ids]),
         "labels": torch.tensor([labels]),
     }
-    for read in (batch, CollatorWithLengths(lambda batch: batch)(batch)):
-        with refused(entry, name="a batch", **words) if entry else nullcontext():
-            assert checked_document_lengths(read, Limits(10, classes), "a batch") == (3,)
+    with refused(entry, name="a batch", **words) if entry else nullcontext():
+        assert checked_document_lengths(form(batch), Limits(10, classes), "a batch") == (3,)
 
 
 def test_batches_that_the_collator_changes_and_leaves():

@@ -228,22 +228,43 @@ def test_every_stored_document_is_checked_by_one_rank(columns, entry, values):
             checked(dataset, share=(part, 4))
 
 
-@in_each_form
-def test_data_sets_without_a_target(make):
-    def check(columns, limit=4, policy="error"):
-        dataset = make(columns)
-        check_targets(dataset, fit_documents(lengths_of(dataset), limit, policy, "limit"))
+LATE_TARGETS = {
+    "input_ids": [[1, 2, 3, 4], [1, 2]],
+    "labels": [[-100, -100, -100, 4], [5, -100]],
+}
+ONE_TOKEN = {"input_ids": [[1], [2]]}
 
-    check(TWO)
-    prompts = [[-100, -100, -100, 4], [5, -100]]
-    check({"input_ids": [[1, 2, 3, 4], [1, 2]], "labels": prompts})
-    check({"input_ids": [[1, 2, 3, 4], [1, 2]], "labels": prompts}, 3, "split")
-    for columns, limit, policy in (
-        ({"input_ids": [[1], [2]]}, 4, "error"),
+
+def check_targets_of(dataset, limit, policy):
+    check_targets(dataset, fit_documents(lengths_of(dataset), limit, policy, "limit"))
+
+
+@pytest.mark.parametrize(
+    ("columns", "limit", "policy"),
+    [(TWO, 4, "error"), (LATE_TARGETS, 4, "error"), (LATE_TARGETS, 3, "split")],
+    ids=["no labels", "late targets", "late targets in the second part"],
+)
+@in_each_form
+def test_data_sets_with_a_target(make, columns, limit, policy):
+    check_targets_of(make(columns), limit, policy)
+
+
+@pytest.mark.parametrize(
+    ("columns", "limit", "policy"),
+    [
+        (ONE_TOKEN, 4, "error"),
         ({"input_ids": [[1, 2], [2]], "labels": [[1, -100], [2]]}, 4, "error"),
-        ({"input_ids": [[1, 2, 3, 4], [1, 2]], "labels": prompts}, 3, "truncate"),
-    ):
-        with refused(Data.NO_TARGETS, name="the data set", documents=2):
-            check(columns, limit, policy)
+        (LATE_TARGETS, 3, "truncate"),
+    ],
+    ids=["one token each", "first token alone", "late targets cut off"],
+)
+@in_each_form
+def test_data_sets_without_a_target(make, columns, limit, policy):
+    with refused(Data.NO_TARGETS, name="the data set", documents=2):
+        check_targets_of(make(columns), limit, policy)
+
+
+@in_each_form
+def test_a_refusal_of_missing_targets_names_the_longest_excerpt(make):
     with pytest.raises(ValueError, match="tokens of the longest excerpt: 1"):
-        check({"input_ids": [[1], [2]]})
+        check_targets_of(make(ONE_TOKEN), 4, "error")

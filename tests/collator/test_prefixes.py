@@ -109,12 +109,17 @@ def test_cut_documents_share_whole_blocks():
     assert rows.tolist() == [4, 2, 2]
 
 
-def test_groups_join_in_a_micro_batch_where_rows_have_few_targets():
+@pytest.mark.parametrize(
+    ("masked", "joins", "rows"), [(True, True, 6), (True, False, None), (False, True, 6)]
+)
+def test_groups_join_in_a_micro_batch(masked, joins, rows):
     documents = [[1, 2, 3, 4], [1, 2, 5, 6]]
-    apart = np.array([0, 1])
-    for masked, joins, rows in ((True, True, 6), (True, False, None), (False, True, 6)):
-        found = beginnings_of(documents, masked).shared(whole(documents), apart, MANY, joins=joins)
-        assert (None if found is None else found.rows) == rows
+    groups = np.array([0, 1])
+    shared = beginnings_of(documents, masked).shared(whole(documents), groups, MANY, joins=joins)
+    assert (None if shared is None else shared.rows) == rows
+
+
+def test_groups_join_in_a_micro_batch_where_rows_have_few_targets():
     equal = [[1, 2, 3, 4]] * 5
     groups = np.array([0, 0, 1, 1, 2])
     assert beginnings_of(equal).shared(whole(equal), groups, MANY, joins=True).rows == 12

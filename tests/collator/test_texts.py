@@ -64,37 +64,50 @@ class Rows(IterableDataset):
         self.epoch = epoch
 
 
-def test_a_rank_tokenizes_its_share_of_a_stream():
-    texts = [{"text": f"w{number}"} for number in range(5)]
-    asked = []
+TEXTS = [{"text": f"w{number}"} for number in range(5)]
+
+
+@pytest.mark.parametrize(
+    ("make_rows", "expected"),
+    [
+        (Rows, ["w0", "w2", "w4"]),
+        (
+            lambda texts: datasets.Dataset.from_list(texts).to_iterable_dataset(num_shards=2),
+            ["w0", "w1", "w2"],
+        ),
+    ],
+    ids=["rows", "shards"],
+)
+def test_a_rank_tokenizes_its_share_of_a_stream(make_rows, expected):
+    tokenized = []
 
     class Counting:
         bos_token_id = None
         eos_token_id = END
 
         def __call__(self, texts, **_):
-            asked.extend(texts)
+            tokenized.extend(texts)
             return tokenizer()(texts)
 
-    in_shards = datasets.Dataset.from_list(texts).to_iterable_dataset(num_shards=2)
-    for rows, expected in ((Rows(texts), ["w0", "w2", "w4"]), (in_shards, ["w0", "w1", "w2"])):
-        asked.clear()
-        packer = StreamPacker(TextStream(rows, "train_dataset", "text", Counting()), 2, 0, 8)
-        (batch,) = packer
-        assert asked == expected
-        assert batch["input_ids"].tolist() == [
-            [token for text in expected for token in (int(text[1:]) + 5, END)]
-        ]
-    stream = TextStream(
-        Rows([{"input_ids": [3], "labels": [3]}, *texts]), "train_dataset", "text", tokenizer()
-    )
-    assert list(stream)[:2] == [{"input_ids": [3], "labels": [3]}, {"input_ids": [5, END]}]
+    stream = TextStream(make_rows(TEXTS), "train_dataset", "text", Counting())
+    (batch,) = StreamPacker(stream, 2, 0, 8)
+    assert tokenized == expected
+    tokens = [token for text in expected for token in (int(text[1:]) + 5, END)]
+    assert batch["input_ids"].tolist() == [tokens]
+
+
+def test_a_stream_of_texts_keeps_rows_that_have_tokens_and_has_the_epoch_of_its_rows():
+    rows = Rows([{"input_ids": [3], "labels": [3]}, *TEXTS])
+    stream = TextStream(rows, "train_dataset", "text", tokenizer())
+    with_tokens, of_text, *_ = stream
+    assert with_tokens == {"input_ids": [3], "labels": [3]}
+    assert of_text == {"input_ids": [5, END]}
     # The packer's epoch is that of the rows.
     StreamPacker(stream, 1, 0, 8).set_epoch(7)
     assert stream.rows.epoch == 7
     stream.set_epoch(8)
     assert stream.rows.epoch == 8
-    assert not hasattr(TextStream(texts, "train_dataset", "text", None), "set_epoch")
+    assert not hasattr(TextStream(TEXTS, "train_dataset", "text", None), "set_epoch")
 
 
 GOOD = {"text": "w1"}

@@ -29,34 +29,44 @@ from tests.ranks import RankPool
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 1)
 
 
-def test_the_exchange_takes_the_default_groups_backend(monkeypatch):
-    backend_on_cuda = {
-        "gloo": "gloo",
-        "cpu:gloo": "gloo",
-        "cuda:nccl": "nccl",
-        "cpu:gloo,cuda:nccl": "nccl",
-    }
-    for default, on_cuda in backend_on_cuda.items():
-        monkeypatch.setattr(dist, "get_backend_config", lambda default=default: default)
-        assert [groups_module.exchange_backend(device) for device in (CPU, CUDA)] == [
-            "gloo",
-            on_cuda,
-        ]
+@pytest.mark.parametrize(
+    ("default", "backend_on_cuda"),
+    [
+        ("gloo", "gloo"),
+        ("cpu:gloo", "gloo"),
+        ("cuda:nccl", "nccl"),
+        ("cpu:gloo,cuda:nccl", "nccl"),
+    ],
+)
+def test_the_exchange_takes_the_default_groups_backend(monkeypatch, default, backend_on_cuda):
+    monkeypatch.setattr(dist, "get_backend_config", lambda: default)
+    assert groups_module.exchange_backend(CPU) == "gloo"
+    assert groups_module.exchange_backend(CUDA) == backend_on_cuda
 
 
-def test_nccl_leaves_attention_its_sms(monkeypatch):
-    """As far as a build of torch has the options."""
-    wanted = {"cga_cluster_size": 0, "max_ctas": groups_module.EXCHANGE_CTAS}
-    if dist.is_nccl_available():
-        made = groups_module.exchange_options("nccl")
-        assert made.is_high_priority_stream is True
-        assert {name: getattr(made.config, name) for name in wanted} == wanted
-    for fields in (("cga_cluster_size", "max_ctas", "min_ctas"), ("blocking",)):
-        config = SimpleNamespace(**dict.fromkeys(fields, -1))
-        stand_in = SimpleNamespace(Options=partial(SimpleNamespace, config=config))
-        monkeypatch.setattr(dist, "ProcessGroupNCCL", stand_in, raising=False)
-        assert groups_module.exchange_options("nccl").is_high_priority_stream is True
-        assert vars(config) == {name: wanted.get(name, -1) for name in fields}
+EXCHANGE_OPTIONS = {"cga_cluster_size": 0, "max_ctas": groups_module.EXCHANGE_CTAS}
+
+
+@pytest.mark.skipif(not dist.is_nccl_available(), reason="needs a build of torch with NCCL")
+def test_nccl_leaves_attention_its_sms():
+    options = groups_module.exchange_options("nccl")
+    assert options.is_high_priority_stream is True
+    set_options = {name: getattr(options.config, name) for name in EXCHANGE_OPTIONS}
+    assert set_options == EXCHANGE_OPTIONS
+
+
+@pytest.mark.parametrize(
+    "fields", [("cga_cluster_size", "max_ctas", "min_ctas"), ("blocking",)], ids=["new", "old"]
+)
+def test_options_that_a_build_of_torch_lacks_are_left_out(monkeypatch, fields):
+    config = SimpleNamespace(**dict.fromkeys(fields, -1))
+    stand_in = SimpleNamespace(Options=partial(SimpleNamespace, config=config))
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", stand_in, raising=False)
+    assert groups_module.exchange_options("nccl").is_high_priority_stream is True
+    assert vars(config) == {name: EXCHANGE_OPTIONS.get(name, -1) for name in fields}
+
+
+def test_gloo_has_no_options():
     assert groups_module.exchange_options("gloo") is None
 
 
@@ -86,10 +96,9 @@ def test_what_to_set_where_gloo_does_not_connect(monkeypatch):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7")
     message = str(groups_module.unreachable(2, error))
     assert message.startswith("rank 2 cannot reach the other ranks over gloo")
-    assert all(
-        part in message
-        for part in (str(error), "(eth7 on this host)", "('node3' here to 127.0.1.1)")
-    )
+    assert str(error) in message
+    assert "(eth7 on this host)" in message
+    assert "('node3' here to 127.0.1.1)" in message
 
 
 def _groups_of_dispatcher(
@@ -345,43 +354,59 @@ def left_behind(error: Exception) -> tuple[Failures, dist.Store]:
     return failures_of(0, 3, store), store
 
 
-def test_a_rank_that_lost_its_partner_says_why():
-    of_a_pair = RuntimeError("Application timeout caused pair closure")
-    for lost in (LOST, of_a_pair, dist.DistBackendError("NCCL error"), dist.DistNetworkError("")):
-        failures, store = left_behind(KeyError("text"))
-        found = raised(failures, lost)
-        assert (type(found), str(found), found.__cause__) == (
-            RuntimeError,
-            "rank 1 failed: KeyError: 'text'",
-            lost,
-        )
-        # What rank 0 only reports is not reported again as an error of its own.
-        assert str(raised(failures_of(2, 3, store), LOST)) == "rank 1 failed: KeyError: 'text'"
+@pytest.mark.parametrize(
+    "lost",
+    [
+        LOST,
+        RuntimeError("Application timeout caused pair closure"),
+        dist.DistBackendError("NCCL error"),
+        dist.DistNetworkError(""),
+    ],
+    ids=["lost", "pair", "NCCL", "network"],
+)
+def test_a_rank_that_lost_its_partner_says_why(lost):
+    failures, store = left_behind(KeyError("text"))
+    error = raised(failures, lost)
+    assert type(error) is RuntimeError
+    assert str(error) == "rank 1 failed: KeyError: 'text'"
+    assert error.__cause__ is lost
+    # What rank 0 only reports is not reported again as an error of its own.
+    assert str(raised(failures_of(2, 3, store), LOST)) == "rank 1 failed: KeyError: 'text'"
 
 
-def test_an_error_of_its_own_stays_and_so_does_one_without_another():
-    for own in (ValueError(str(LOST)), RuntimeError("shapes differ")):
-        failures, _ = left_behind(BOOM)
-        assert raised(failures, own) is own
-    gone = Mock(
-        **dict.fromkeys(
-            ("set.side_effect", "check.side_effect"), dist.DistNetworkError("Broken pipe")
-        )
-    )
-    gone.clone.return_value = gone
-    # No error left, a store that is gone, a single rank.
-    for store, lost in (
-        (dist.HashStore(), "rank 1 has not come"),
-        (gone, "store.* has not answered"),
-        (None, ""),
-    ):
-        assert raised(failures_of(0, 2, store), BOOM) is BOOM
-        found = raised(failures_of(0, 2, store), LOST)
-        if lost:
-            assert (type(found), found.__cause__) == (RankLost, LOST)
-            assert re.search(lost, str(found))
-        else:
-            assert found is LOST
+@pytest.mark.parametrize("error", [ValueError(str(LOST)), RuntimeError("shapes differ")])
+def test_an_error_of_its_own_stays(error):
+    failures, _ = left_behind(BOOM)
+    assert raised(failures, error) is error
+
+
+def store_that_is_gone():
+    error = dist.DistNetworkError("Broken pipe")
+    store = Mock(**{"set.side_effect": error, "check.side_effect": error})
+    store.clone.return_value = store
+    return store
+
+
+@pytest.mark.parametrize(
+    ("make_store", "message"),
+    [
+        (dist.HashStore, "rank 1 has not come"),
+        (store_that_is_gone, "store.* has not answered"),
+    ],
+    ids=["no error left", "store gone"],
+)
+def test_a_loss_without_another_error(make_store, message):
+    store = make_store()
+    assert raised(failures_of(0, 2, store), BOOM) is BOOM
+    error = raised(failures_of(0, 2, store), LOST)
+    assert type(error) is RankLost
+    assert error.__cause__ is LOST
+    assert re.search(message, str(error))
+
+
+def test_errors_of_a_single_rank_stay():
+    assert raised(failures_of(0, 2, None), BOOM) is BOOM
+    assert raised(failures_of(0, 2, None), LOST) is LOST
 
 
 def test_what_failed_before_is_forgotten_and_an_evaluation_belongs_to_its_training():

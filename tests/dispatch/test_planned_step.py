@@ -430,18 +430,31 @@ def test_schedules_are_carried_out_phase_by_phase(rank_pools, backward_thread):
     rank_pools[4].run(_recorded, (0, 0, 1, 1), 20)
 
 
-def test_plans_of_another_batch_for_other_nodes_or_other_layers():
-    batch = {"input_ids": torch.arange(3, 15)[None]}
+@pytest.fixture
+def bound_plan():
+    """Bound plan of a document of 12 tokens, and the dispatcher."""
     dispatcher = Dispatcher(PlanSettings(1, 64, small_kinds()), CPU)
-    bound = dispatcher.bind(dispatcher.plan_lengths([[12]])[0])
+    return dispatcher.bind(dispatcher.plan_lengths([[12]])[0]), dispatcher
+
+
+def test_a_plan_of_another_batch(bound_plan):
+    bound, _ = bound_plan
     with pytest.raises(ValueError, match="gives this rank 12 rows, but the model runs on 7"):
-        small_model()(input_ids=batch["input_ids"][:, :7], distca_plan=bound)
-    of_nodes = (
+        small_model()(input_ids=torch.arange(3, 10)[None], distca_plan=bound)
+
+
+def test_a_plan_for_other_nodes(bound_plan):
+    bound, dispatcher = bound_plan
+    message = (
         r"on the nodes \(0,\), but the dispatcher's settings have the nodes None; use the same"
     )
-    with pytest.raises(ValueError, match=of_nodes):
+    with pytest.raises(ValueError, match=message):
         dispatcher.bind(in_nodes(bound.plan, (0,)))
-    for model_type, config, kind in (
+
+
+@pytest.mark.parametrize(
+    ("model_type", "config", "kind"),
+    [
         (
             "mistral",
             {"sliding_window": 4},
@@ -452,14 +465,16 @@ def test_plans_of_another_batch_for_other_nodes_or_other_layers():
             {"head_dim": 16},
             "full attention with 4 query and 2 key-value heads of 16 (values of 16)",
         ),
-    ):
-        planned = "full attention with 4 query and 2 key-value heads of 8 (values of 8)"
-        message = (
-            f"a layer has {kind}, but the plan was made for {planned}; list the kinds of all "
-            "layers in "
-        )
-        with pytest.raises(ValueError, match=f"^{re.escape(message)}PlanSettings.kinds$"):
-            small_model(model_type, **config)(**batch, distca_plan=bound)
+    ],
+)
+def test_a_plan_for_other_layers(bound_plan, model_type, config, kind):
+    bound, _ = bound_plan
+    planned = "full attention with 4 query and 2 key-value heads of 8 (values of 8)"
+    message = (
+        f"a layer has {kind}, but the plan was made for {planned}; list the kinds of all layers in "
+    )
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}PlanSettings.kinds$"):
+        small_model(model_type, **config)(input_ids=torch.arange(3, 15)[None], distca_plan=bound)
 
 
 # Workers that hold no rows: what is asked of them, and what is made of their answers, which are

@@ -53,18 +53,21 @@ class Event:
         return (after.at - self.at) * 1000.0
 
 
-def test_events_are_as_many_as_the_stream_is_behind(monkeypatch):
-    for behind in (0, 1, 5):
-        stream, recorder, expected = Stream(monkeypatch), Recorder(CUDA), 0
-        for index in range(1000):
-            stream.now += 1
-            with recorder.span("wait", "q"):
-                stream.now += index % 7
-            expected += index % 7
-            del stream.queued[: max(len(stream.queued) - 2 * behind, 0)]
-        assert stream.made <= 2 * (behind + 1) + 1  # one is kept to measure the next span from
-        assert (recorder.seconds("wait"), recorder.seconds("wait")) == (expected, expected)
-        assert stream.queued == []
+@pytest.mark.parametrize("behind", [0, 1, 5])
+def test_events_are_as_many_as_the_stream_is_behind(monkeypatch, behind):
+    stream = Stream(monkeypatch)
+    recorder = Recorder(CUDA)
+    expected = 0
+    for index in range(1000):
+        stream.now += 1
+        with recorder.span("wait", "q"):
+            stream.now += index % 7
+        expected += index % 7
+        del stream.queued[: max(len(stream.queued) - 2 * behind, 0)]
+    assert stream.made <= 2 * (behind + 1) + 1  # one is kept to measure the next span from
+    assert recorder.seconds("wait") == expected
+    assert recorder.seconds("wait") == expected  # reading changes nothing
+    assert stream.queued == []
 
 
 def test_spans_on_cuda_lie_on_one_clock_whatever_lies_within_whatever(monkeypatch):
@@ -89,22 +92,24 @@ def test_spans_on_cuda_lie_on_one_clock_whatever_lies_within_whatever(monkeypatc
     assert recorder.seconds("wait") == 16  # what fails inside is not measured
 
 
-def test_on_the_cpu_the_clock_is_that_of_the_process_and_is_read_where_somebody_asked(monkeypatch):
-    for kind, measured in (("wait", True), ("kernel", True), ("phase", False)):
-        clock = iter([5.0, 7.0, 10.0, 13.5])
-        monkeypatch.setattr(recorder_module.time, "perf_counter", lambda clock=clock: next(clock))
-        recorder = Recorder(CPU)
-        with recorder.span(kind, "part", WORK):
-            pass
-        assert (
-            recorder.seconds(kind) == 2.0 * measured
-        )  # what is logged is measured without a listener
-        recording = recorder.listen(kind)
-        with recorder.span(kind, "q", WORK):
-            pass
-        assert recording.take() == [
-            Span(kind, "q", WORK, *((10.0, 13.5) if measured else (5.0, 7.0)))
-        ]
+@pytest.mark.parametrize(
+    ("kind", "seconds", "begin", "end"),
+    [("wait", 2.0, 10.0, 13.5), ("kernel", 2.0, 10.0, 13.5), ("phase", 0.0, 5.0, 7.0)],
+)
+def test_on_the_cpu_the_clock_is_that_of_the_process_and_is_read_where_somebody_asked(
+    monkeypatch, kind, seconds, begin, end
+):
+    clock = iter([5.0, 7.0, 10.0, 13.5])
+    monkeypatch.setattr(recorder_module.time, "perf_counter", lambda: next(clock))
+    recorder = Recorder(CPU)
+    with recorder.span(kind, "part", WORK):
+        pass
+    # What is logged is measured without a listener.
+    assert recorder.seconds(kind) == seconds
+    recording = recorder.listen(kind)
+    with recorder.span(kind, "q", WORK):
+        pass
+    assert recording.take() == [Span(kind, "q", WORK, begin, end)]
 
 
 def test_listeners_get_what_they_asked_for():

@@ -52,23 +52,37 @@ def test_shapes_and_params() -> None:
     assert (shapes.max_q, shapes.max_k) == (3, 5)
     empty = TaskShapes.build([], [], "cpu")
     assert (empty.cu_q.tolist(), empty.max_q, empty.max_k) == ([0], 0, 0)
-    for q_lens, message in (([1, 2], "got 2 q_lens but 1 k_lens"), ([-1], "0 or more")):
-        with pytest.raises(ValueError, match=message):
-            TaskShapes.build(q_lens, [3], "cpu")
-    for window, softcap, causal, message in (
+
+
+@pytest.mark.parametrize(
+    ("q_lens", "message"), [([1, 2], "got 2 q_lens but 1 k_lens"), ([-1], "0 or more")]
+)
+def test_refused_shapes(q_lens: list[int], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        TaskShapes.build(q_lens, [3], "cpu")
+
+
+@pytest.mark.parametrize(
+    ("window", "softcap", "causal", "message"),
+    [
         (0, None, True, "window must be at least 1"),
         (4, None, False, "a window needs causal=True"),
         (None, 0.0, True, "softcap must be positive"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            AttentionParams(1.0, window, softcap, causal)
+    ],
+)
+def test_refused_params(
+    window: int | None, softcap: float | None, causal: bool, message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        AttentionParams(1.0, window, softcap, causal)
 
 
 @pytest.mark.parametrize("kernel_name", ["cpu", "reference", "torch_varlen"])
-def test_refused_tensors(kernel_name: str) -> None:
-    kernel, params = get_kernel(kernel_name, CPU), AttentionParams(1.0)
+def test_refused_tensors(kernel_name: str, subtests: pytest.Subtests) -> None:
+    kernel = get_kernel(kernel_name, CPU)
+    params = AttentionParams(1.0)
     do, q, k, v, shapes = make_inputs(Case((3,), (5,)), torch.float32)
-    for bad, message in [
+    for tensors, message in [
         ((q, k.bfloat16(), v, shapes), "one dtype, got torch.float32, torch.bfloat16"),
         (
             (q, k, v, TaskShapes.build([3], [6], "cpu")),
@@ -83,16 +97,19 @@ def test_refused_tensors(kernel_name: str) -> None:
             "task 0 has 3 query rows but only 2 key",
         ),
     ]:
-        with pytest.raises(ValueError, match=message):
-            kernel.forward(*bad, params)
-        with pytest.raises(ValueError, match=message):
-            kernel.backward(do, *bad[:3], do, torch.zeros(3, 4), bad[3], params)
+        *qkv, task_shapes = tensors
+        with subtests.test(message):
+            with pytest.raises(ValueError, match=message):
+                kernel.forward(*qkv, task_shapes, params)
+            with pytest.raises(ValueError, match=message):
+                kernel.backward(do, *qkv, do, torch.zeros(3, 4), task_shapes, params)
     # Without a causal order rows may be more than keys; the same tasks with one are refused all the
     # same.
-    few, shapes = (q, k[:2], v[:2]), TaskShapes.build([3], [2], "cpu")
-    check_tensors(*few, shapes, causal=False)
+    few_keys = (q, k[:2], v[:2])
+    shapes = TaskShapes.build([3], [2], "cpu")
+    check_tensors(*few_keys, shapes, causal=False)
     with pytest.raises(ValueError, match="task 0 has 3 query rows but only 2 key"):
-        kernel.forward(*few, shapes, params)
+        kernel.forward(*few_keys, shapes, params)
 
 
 @pytest.mark.parametrize(
@@ -233,10 +250,10 @@ def test_matches_reference_for_any_shapes(case: Case, seed: int) -> None:
     assert_matches_reference(CpuKernel(), case, torch.float64, seed)
 
 
-def test_softcap_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", ["softcap", "softcap_window", "softcap_not_causal"])
+def test_softcap_in_pieces(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setattr(cpu, "SCORES_AT_ONCE", 4000)
-    for name in ("softcap", "softcap_window", "softcap_not_causal"):
-        assert_matches_reference(CpuKernel(), CASES[name], torch.float32)
+    assert_matches_reference(CpuKernel(), CASES[name], torch.float32)
 
 
 def test_memory_is_linear_in_the_rows() -> None:

@@ -308,18 +308,24 @@ def test_where_no_kernel_can_do_it(machine):
 # Packages that are missing, too old, or broken; and the hub.
 
 
-def test_a_missing_or_old_package_names_what_to_install(machine):
+def test_an_old_package_names_what_to_install(machine):
     del machine.found["flash_attn"].module._wrapped_flash_attn_varlen_forward
     with pytest.raises(ImportError, match=r"2\.7 or later"):
         get_kernel("flash_attn", CUDA)
-    machine.have_packages("")
-    for name, message in (
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
         ("flash_attn", r"pip install 'hf-distca\[flash-attn\]'.*'torch_varlen'"),
         ("flash_attn_3", "pip install flash-attn-3 --find-links"),
         ("flash_attn_4", "pip install --pre flash-attn-4"),
-    ):
-        with pytest.raises(MissingPackageError, match=message):
-            get_kernel(name, CUDA)
+    ],
+)
+def test_a_missing_package_names_what_to_install(machine, name, message):
+    machine.have_packages("")
+    with pytest.raises(MissingPackageError, match=message):
+        get_kernel(name, CUDA)
 
 
 def test_the_hub_has_the_third_where_its_package_is_missing(machine, monkeypatch, tmp_path):

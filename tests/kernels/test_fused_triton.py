@@ -138,7 +138,7 @@ SUM_CONSTANTS = {"BITS": SOURCE_BITS, "WIDE": tl.float32, "BLOCK": 2048}
 
 @pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
 @pytest.mark.parametrize("capability", [AMPERE, HOPPER, BLACKWELL])
-def test_machine_code(capability):
+def test_machine_code(capability, subtests):
     module = importlib.reload(fused_triton)
     for kernel, types, constants in (
         (module._merge_kernel, MERGE, {"BY_INDEX": True, "BLOCK_H": 16, "BLOCK_E": 128}),
@@ -146,5 +146,6 @@ def test_machine_code(capability):
         (module._sum_kernel, SUM, SUM_CONSTANTS | {"BY_INDEX": True, "ONTO": True}),
     ):
         ptx = compiled(kernel, capability, types, constants)
-        for instruction in ("ld.global.v4.b32", "st.global.v4.b32"):  # 16 bytes at once
-            assert instruction in ptx, constants
+        with subtests.test(f"{constants}"):  # 16 bytes at once
+            assert "ld.global.v4.b32" in ptx
+            assert "st.global.v4.b32" in ptx

@@ -124,12 +124,22 @@ def _launch(x: Tensor) -> int:
     return x.data_ptr()
 
 
-def test_fake_tensors_give_no_address_to_a_kernel():
-    with fake_tensors():
-        x = torch.empty(4, 4)
-        for fake in (x, x[1:], x + 1, nn.Linear(2, 2).weight):
-            with pytest.raises(RuntimeError, match="Cannot access data pointer") as raised:
-                _launch(fake)
+@pytest.mark.parametrize(
+    "make_tensor",
+    [
+        lambda: torch.empty(4, 4),
+        lambda: torch.empty(4, 4)[1:],
+        lambda: torch.empty(4, 4) + 1,
+        lambda: nn.Linear(2, 2).weight,
+    ],
+    ids=["tensor", "view", "result", "parameter"],
+)
+def test_fake_tensors_give_no_address_to_a_kernel(make_tensor):
+    with (
+        fake_tensors(),
+        pytest.raises(RuntimeError, match="Cannot access data pointer") as raised,
+    ):
+        _launch(make_tensor())
     assert raised_in(raised.value) == "_launch of tests/memory/test_launches.py"
 
 

@@ -141,19 +141,28 @@ def test_all_ranks_exchange_in_the_same_order(rank_pools, model_type):
     assert [name for name, _ in again[0]].count("states 0") == first.count("states 0") + layers
 
 
-def test_exchanges_end_on_ranks_without_a_cut_segment_and_states_travel_in_float32(rank_pools):
-    # Gates alone are trained: of what the recurrence of a first layer reads, they alone need
-    # gradients.
-    for options in ({"lora": True}, {"dtype": torch.bfloat16}, {"autocast": True}):
-        for exchanged, left_open in rank_pools[3].run(_exchanged, "qwen3_next", options):
-            assert left_open == 0
-            of_mixing = {
-                (name.split()[0], dtype)
-                for name, dtype in exchanged
-                if name.startswith(("halos", "states"))
-            }
-            of_halos = torch.float32 if "lora" in options else torch.bfloat16
-            assert of_mixing == {("halos", of_halos), ("states", torch.float32)}
+@pytest.mark.parametrize(
+    ("options", "dtype_of_halos"),
+    [
+        # Gates alone are trained: of what the recurrence of a first layer reads, they alone need
+        # gradients.
+        ({"lora": True}, torch.float32),
+        ({"dtype": torch.bfloat16}, torch.bfloat16),
+        ({"autocast": True}, torch.bfloat16),
+    ],
+    ids=["LoRA", "bfloat16", "autocast"],
+)
+def test_exchanges_end_on_ranks_without_a_cut_segment_and_states_travel_in_float32(
+    rank_pools, options, dtype_of_halos
+):
+    for exchanged, left_open in rank_pools[3].run(_exchanged, "qwen3_next", options):
+        assert left_open == 0
+        mixing_dtypes = {
+            (name.split()[0], dtype)
+            for name, dtype in exchanged
+            if name.startswith(("halos", "states"))
+        }
+        assert mixing_dtypes == {("halos", dtype_of_halos), ("states", torch.float32)}
 
 
 def _order() -> list[str]:

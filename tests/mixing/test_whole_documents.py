@@ -51,34 +51,30 @@ def _steps(model_type: str) -> list[Step]:
 
 
 @pytest.mark.parametrize("model_type", MODELS)
-def test_loss_and_gradients_are_those_of_document_by_document(rank_pools, model_type):
-    for steps in rank_pools[2].run(_steps, model_type):
+def test_loss_and_gradients_are_those_of_document_by_document(rank_pools, model_type, subtests):
+    for rank, steps in enumerate(rank_pools[2].run(_steps, model_type)):
         for (name, company), got in zip(COMPANY.items(), steps, strict=True):
             lora = company.get("lora", False)
-            rough = (
-                reference(model_type, LENGTHS, lora, autocast=True)
-                if "autocast" in company
-                else None
-            )
-            assert_equal(got, reference(model_type, LENGTHS, lora), rough, within=2e-5)
-            assert got.ran == RAN.get((model_type, name), got.ran)
+            rough = None
+            if "autocast" in company:
+                rough = reference(model_type, LENGTHS, lora, autocast=True)
+            with subtests.test(name, rank=rank):
+                assert_equal(got, reference(model_type, LENGTHS, lora), rough, within=2e-5)
+                assert got.ran == RAN.get((model_type, name), got.ran)
 
 
 @pytest.mark.parametrize(("ranks", "lengths"), [(1, FEW), (2, LENGTHS)])
 @pytest.mark.parametrize("model_type", ["zamba", "zamba2"])
-def test_checkpoints_inside_checkpointed_layers(rank_pools, ranks, lengths, model_type):
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpoints_inside_checkpointed_layers(rank_pools, ranks, lengths, model_type, reentrant):
     # A hybrid layer has a Mamba layer inside, which is a checkpoint too and is recomputed apart
     # from it.
     expected = reference(model_type, lengths)
-    for reentrant in (False, True):
-        for got in rank_pools[ranks].run(
-            partial(step, model_type, lengths, checkpointing=reentrant, **WHOLE)
-        ):
-            assert_equal(got, expected)
-            assert got.ran[1:] == (
-                4,
-                4 if ranks == 2 else 0,
-            )  # two layers with attention, each recomputed
+    run = partial(step, model_type, lengths, checkpointing=reentrant, **WHOLE)
+    for got in rank_pools[ranks].run(run):
+        assert_equal(got, expected)
+        # Two layers with attention, each recomputed.
+        assert got.ran[1:] == (4, 4 if ranks == 2 else 0)
 
 
 PLAIN, REENTRANT = CheckpointImpl.NO_REENTRANT, CheckpointImpl.REENTRANT
@@ -143,29 +139,40 @@ MIXING = {
 CUTTABLE = ("qwen3_next", "minimax", "llama", "mixtral")
 
 
+def model_without_weights(model_type):
+    with torch.device("meta"):
+        return make_model(model_type)
+
+
+def modules_that_mix(model):
+    return [module for layer in mixing_layers(model) for module in mixing_modules(layer)]
+
+
+def layout_of(model, **options) -> str:
+    config = DistCAConfig(**options)
+    return plan_settings(model, config, ranks=2, device=torch.device("cpu")).document_layout
+
+
 @pytest.mark.parametrize("model_type", MIXING)
 def test_what_mixes_is_found_and_documents_stay_whole_where_it_cannot_be_cut(model_type):
-    with torch.device("meta"):
-        model = make_model(model_type)
-    modules = [module for layer in mixing_layers(model) for module in mixing_modules(layer)]
-    assert {type(module).__name__ for module in modules} == MIXING[model_type]
+    model = model_without_weights(model_type)
+    assert {type(module).__name__ for module in modules_that_mix(model)} == MIXING[model_type]
     assert all(map(is_attention, decoder_attentions(model).values()))
+    assert layout_of(model) == ("joint" if model_type in CUTTABLE else "whole")
 
-    def layout(**options) -> str:
-        return plan_settings(
-            model, DistCAConfig(**options), ranks=2, device=torch.device("cpu")
-        ).document_layout
 
-    assert layout() == ("joint" if model_type in CUTTABLE else "whole")
-    if model_type == "jamba":
-        for cutting in ("joint", "fixed"):
-            with pytest.raises(
-                ValueError, match=rf"document_layout='{cutting}' cuts.*set document_layout='whole'"
-            ):
-                layout(document_layout=cutting)
-    if model_type == "minimax":  # with another part its forward is not known
-        modules[0].short_conv = torch.nn.Identity()
-        assert uncuttable(model) is modules[0]
+@pytest.mark.parametrize("layout", ["joint", "fixed"])
+def test_a_layout_that_cuts_documents_is_refused_where_mixing_cannot_be_cut(layout):
+    message = rf"document_layout='{layout}' cuts.*set document_layout='whole'"
+    with pytest.raises(ValueError, match=message):
+        layout_of(model_without_weights("jamba"), document_layout=layout)
+
+
+def test_a_mixing_module_with_another_part_cannot_be_cut():
+    model = model_without_weights("minimax")
+    first = modules_that_mix(model)[0]
+    first.short_conv = torch.nn.Identity()
+    assert uncuttable(model) is first
 
 
 def test_mixing_that_is_not_known_is_refused():

@@ -38,35 +38,46 @@ MODELS = {
 """Models, and the stock attention to compare with."""
 
 
+@pytest.mark.parametrize("padding", [None, "left", "right"])
 @pytest.mark.parametrize("model_type", MODELS)
-def test_batches(model_type):
+def test_batches(model_type, padding):
     model, reference = pair(model_type, MODELS[model_type])
     tokens = torch.arange(3, 27).view(2, 12)
-    left = torch.ones_like(tokens)
-    right = torch.ones_like(tokens)
-    left[0, :5] = right[1, 8:] = 0
-    for mask in (None, left, right):
-        inputs = {"input_ids": tokens, "attention_mask": mask}
-        seen = torch.ones_like(tokens).bool() if mask is None else mask.bool()
-        with torch.no_grad():
-            got = model(**inputs).logits
-            expected = reference(**inputs).logits
-        torch.testing.assert_close(got[seen], expected[seen], rtol=1e-5, atol=1e-5)
+    mask = torch.ones_like(tokens)
+    if padding == "left":
+        mask[0, :5] = 0
+    elif padding == "right":
+        mask[1, 8:] = 0
+    inputs = {"input_ids": tokens, "attention_mask": mask if padding else None}
+    with torch.no_grad():
+        got = model(**inputs).logits
+        expected = reference(**inputs).logits
+    is_token = mask.bool()
+    torch.testing.assert_close(got[is_token], expected[is_token], rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("model_type", ["llama", "doge", "gemma4_text"])
-def test_generate(model_type):
+ROW = torch.arange(3, 9)[None]
+ROWS = torch.arange(3, 15).view(2, 6)
+MASK = torch.tensor([[0, 0, 0, 1, 1, 1], [1] * 6])
+
+
+@pytest.mark.parametrize(
+    ("model_type", "tokens", "options"),
+    [
+        ("llama", ROW, {}),
+        ("doge", ROW, {}),
+        ("gemma4_text", ROW, {}),
+        ("llama", ROW, {"cache_implementation": "static"}),
+        ("doge", ROW, {"cache_implementation": "static"}),
+        ("gemma4_text", ROW, {"cache_implementation": "static"}),
+        ("llama", ROWS, {"attention_mask": MASK}),
+        ("llama", ROW, {"prefill_chunk_size": 4}),
+    ],
+)
+def test_generate(model_type, tokens, options):
     model, reference = pair(model_type)
-    row = torch.arange(3, 9)[None]
-    rows = torch.arange(3, 15).view(2, 6)
-    mask = torch.ones_like(rows)
-    mask[0, :3] = 0
-    given = [(row, {}), (row, {"cache_implementation": "static"})]
-    if model_type == "llama":
-        given += [(rows, {"attention_mask": mask}), (row, {"prefill_chunk_size": 4})]
-    for tokens, options in given:
-        options = {"max_new_tokens": 5, "do_sample": False, "use_cache": True, **options}
-        assert torch.equal(model.generate(tokens, **options), reference.generate(tokens, **options))
+    options = {"max_new_tokens": 5, "do_sample": False, "use_cache": True, **options}
+    assert torch.equal(model.generate(tokens, **options), reference.generate(tokens, **options))
 
 
 def test_packed_row_without_plan():
@@ -82,13 +93,14 @@ def test_packed_row_without_plan():
     )  # the documents did not see one another
 
 
-def test_logits_of_the_last_rows():
+@pytest.mark.parametrize("logits_to_keep", [0, 1, 5])
+def test_logits_of_the_last_rows(logits_to_keep):
     tokens = torch.arange(3, 15)[None]
-    models = pair("gemma4_text")
-    for kept in (0, 1, 5):
-        with torch.no_grad():
-            got, expected = (each(tokens, logits_to_keep=kept).logits for each in models)
-        torch.testing.assert_close(got, expected)
+    model, reference = pair("gemma4_text")
+    with torch.no_grad():
+        got = model(tokens, logits_to_keep=logits_to_keep).logits
+        expected = reference(tokens, logits_to_keep=logits_to_keep).logits
+    torch.testing.assert_close(got, expected)
 
 
 def test_masks():

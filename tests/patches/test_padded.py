@@ -518,7 +518,7 @@ WITH_LORA = ("llama", "windows", "chunks", "sinks")
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 @pytest.mark.parametrize("name", CONFIGS)
-def test_equal_beginnings_are_computed_once(rank_pools, name, ranks):
+def test_equal_beginnings_are_computed_once(rank_pools, name, ranks, subtests):
     for block, settings, options in (
         (5, {}, {"checkpointing": True}),
         (4, {"document_layout": "fixed", "balance_tolerance": 0.01}, {"checkpointing": True}),
@@ -527,14 +527,15 @@ def test_equal_beginnings_are_computed_once(rank_pools, name, ranks):
         (3, {**JOINT, **IN_STAGES, **(ON_TWO_NODES if ranks == 3 else {})}, {}),
         (4, {**JOINT, "keep_received": True}, {"lora": name in WITH_LORA}),
     ):
-        results = rank_pools[ranks].run(
-            partial(compare_shared_with_stock, **options), name, block, settings
-        )
-        shared, computed, stages = results[0]
-        assert results == [results[0]] * ranks
-        assert shared + computed == sum(TREE_TOKENS[:ranks])
-        assert shared >= 20 * ranks
-        assert (stages > 1) is ("exchange_buffer_bytes" in settings)
+        with subtests.test(f"blocks of {block}", **settings, **options):
+            results = rank_pools[ranks].run(
+                partial(compare_shared_with_stock, **options), name, block, settings
+            )
+            shared, computed, stages = results[0]
+            assert results == [results[0]] * ranks
+            assert shared + computed == sum(TREE_TOKENS[:ranks])
+            assert shared >= 20 * ranks
+            assert (stages > 1) is ("exchange_buffer_bytes" in settings)
 
 
 def message_of_opt(calls_backbone: bool) -> str | None:

@@ -206,46 +206,45 @@ def test_a_forward_written_out():
     )
 
 
-def test_servers_are_asked_first_and_waited_for_last():
-    names_of = {
-        "forward": ("q k v to servers", "o lse from servers"),
-        "backward": ("q do o lse k v to servers", "dq dk dv from servers"),
-    }
-    for (direction, (asked, answered)), forwards in itertools.product(
-        names_of.items(), (False, True)
-    ):
-        with_servers, without = (
-            made(direction, "second", 1, forwards, servers=servers) for servers in (True, False)
-        )
-        assert with_servers[0].name == f"{without[0].name}, {asked}"
-        assert with_servers[-1].name == f"{without[-1].name}, {answered}"
-        assert with_servers[1:-1] == without[1:-1]
+@pytest.mark.parametrize("forwards", [False, True])
+@pytest.mark.parametrize(
+    ("direction", "call", "answer"),
+    [
+        ("forward", "q k v to servers", "o lse from servers"),
+        ("backward", "q do o lse k v to servers", "dq dk dv from servers"),
+    ],
+)
+def test_servers_are_asked_first_and_waited_for_last(direction, call, answer, forwards):
+    served = made(direction, "second", 1, forwards, servers=True)
+    unserved = made(direction, "second", 1, forwards, servers=False)
+    assert served[0].name == f"{unserved[0].name}, {call}"
+    assert served[-1].name == f"{unserved[-1].name}, {answer}"
+    assert served[1:-1] == unserved[1:-1]
 
 
-def test_ranks_issue_the_same_transfers_whatever_tasks_they_have():
-    every = sorted(calls_of("backward", "alone", 1) | {("local", 0)})
-    for direction, turn, kept in itertools.product(
-        ("forward", "backward"), ("alone", "first", "second"), ("nothing", "received", "results")
-    ):
-        found = set()
-        for keys in map(
-            frozenset,
-            itertools.chain(*(itertools.combinations(every, count) for count in range(6))),
-        ):
-            schedule = made(direction, turn, calls=keys, kept_rows=kept)
-            pauses = [0, *itertools.accumulate(phase.pause for phase in schedule)]
-            issued = [
-                (at, verb, each)
-                for at, phase in zip(pauses, schedule, strict=False)
-                for verb, each in steps(phase)
-            ]
-            found.add((pauses[-1], *(step for step in issued if step[1] != "run")))
-            divided = (direction, turn) == ("backward", "alone") and ("local 1/2", 0) in keys
-            own = {"local 1/2", "local 2/2"} if divided else {"local"}
-            expected = {(tasks, 0) for tasks in own | {"remote-KV", "remote-query"}}
-            assert sorted(call.key for call in calls(schedule)) == sorted(keys & expected)
-        ((count, *_),) = found
-        assert count == 2
+@pytest.mark.parametrize("kept_rows", ["nothing", "received", "results"])
+@pytest.mark.parametrize("turn", ["alone", "first", "second"])
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_ranks_issue_the_same_transfers_whatever_tasks_they_have(direction, turn, kept_rows):
+    all_keys = sorted(calls_of("backward", "alone", 1) | {("local", 0)})
+    combinations = (itertools.combinations(all_keys, count) for count in range(6))
+    transfers_of_schedules = set()
+    for keys in map(frozenset, itertools.chain(*combinations)):
+        schedule = made(direction, turn, calls=keys, kept_rows=kept_rows)
+        pauses = [0, *itertools.accumulate(phase.pause for phase in schedule)]
+        transfers = [
+            (pause, verb, operand)
+            for pause, phase in zip(pauses, schedule, strict=False)
+            for verb, operand in steps(phase)
+            if verb != "run"
+        ]
+        transfers_of_schedules.add((pauses[-1], *transfers))
+        divided = (direction, turn) == ("backward", "alone") and ("local 1/2", 0) in keys
+        local = {"local 1/2", "local 2/2"} if divided else {"local"}
+        expected = {(tasks, 0) for tasks in local | {"remote-KV", "remote-query"}}
+        assert sorted(call.key for call in calls(schedule)) == sorted(keys & expected)
+    ((pause_count, *_),) = transfers_of_schedules
+    assert pause_count == 2
 
 
 def steps(phase):
@@ -253,69 +252,72 @@ def steps(phase):
     return [(verb, each) for verb in ("wait", "run", "send") for each in getattr(phase, verb)]
 
 
-def test_rows_take_one_hop_after_another_and_their_memory_is_used_again():
-    for direction, turn, stages, forwards, kept in itertools.product(
-        ("forward", "backward"),
-        ("alone", "first", "second"),
-        (1, 2, 3, 4, 5, 7, 12),
-        (False, True),
-        ("nothing", "received", "results"),
-    ):
-        if direction == "forward" and kept != "nothing":
-            continue
-        schedule = made(direction, turn, stages, forwards, servers=True, kept_rows=kept)
-        order = [step for phase in schedule for step in steps(phase)]
-        # What is sent is waited for once, and in the order of its group.
-        sent, waited = (
-            [each for verb, each in order if verb == wanted and each.rows != "servers"]
-            for wanted in ("send", "wait")
-        )
-        assert len(set(sent)) == len(sent)
-        assert sorted(sent, key=str) == sorted(waited, key=str)
-        of_one_hop = stages * (kept == "nothing") + stages * (direction == "backward")
-        counted = [
-            sum(transfer.rows == rows for transfer in sent) for rows in ("keys", "forwarded")
+@pytest.mark.parametrize(
+    ("direction", "kept_rows"),
+    [
+        ("forward", "nothing"),
+        ("backward", "nothing"),
+        ("backward", "received"),
+        ("backward", "results"),
+    ],
+)
+@pytest.mark.parametrize("forwards", [False, True])
+@pytest.mark.parametrize("stages", [1, 2, 3, 4, 5, 7, 12])
+@pytest.mark.parametrize("turn", ["alone", "first", "second"])
+def test_rows_take_one_hop_after_another_and_their_memory_is_used_again(
+    turn, stages, forwards, direction, kept_rows
+):
+    schedule = made(direction, turn, stages, forwards, servers=True, kept_rows=kept_rows)
+    order = [step for phase in schedule for step in steps(phase)]
+    # 1. What is sent is waited for once, and in the order of its group.
+    transfers = [(verb, step) for verb, step in order if verb != "run" and step.rows != "servers"]
+    sent = [transfer for verb, transfer in transfers if verb == "send"]
+    awaited = [transfer for verb, transfer in transfers if verb == "wait"]
+    assert len(set(sent)) == len(sent)
+    assert sorted(sent, key=str) == sorted(awaited, key=str)
+    transfers_a_hop = stages * (kept_rows == "nothing") + stages * (direction == "backward")
+    assert sum(transfer.rows == "keys" for transfer in sent) == transfers_a_hop
+    assert sum(transfer.rows == "forwarded" for transfer in sent) == transfers_a_hop * forwards
+    # 2. Rows go there, perhaps in two hops, are computed with, and their gradients go back.
+    lives = []
+    for stage in range(stages):
+        places = places_of_stage(order, stage, forwards, direction, kept_rows)
+        assert len(places["run"]) == (3 if stages > 1 else 2)
+        in_turn = [*places["keys"], *places["run"], *places["gradients"]]
+        assert in_turn == sorted(in_turn)
+        lives.append((in_turn[0], in_turn[-1]))
+    # 3. A slot holds one stage after another.
+    slots = stage_slots(stages, forwards=forwards)
+    buffers = 5 if forwards else 3
+    assert max(slots) + 1 == min(stages, buffers)
+    for slot in set(slots):
+        slot_lives = [life for life, number in zip(lives, slots, strict=True) if number == slot]
+        assert all(last < first for (_, last), (first, _) in itertools.pairwise(slot_lives))
+    # 4. No slot is to spare: with enough stages all are in use at once.
+    if (direction, kept_rows) == ("backward", "nothing") and stages >= buffers:
+        slots_in_use = [
+            sum(first <= place <= last for first, last in lives) for place in range(len(order))
         ]
-        assert counted == [of_one_hop, of_one_hop * forwards]
-        lives = []
-        for stage in range(stages):
-            # Rows go there, perhaps in two hops, are computed with, and their gradients go back.
-            there, back = (
-                Transfer("keys", ("k", "v"), stage=stage),
-                Transfer("keys", ("dk", "dv"), True, stage),
-            )
-            computed = [
-                at
-                for at, (verb, call) in enumerate(order)
-                if verb == "run" and call.stage == stage and call.keys == "received"
-            ]
-            assert len(computed) == (3 if stages > 1 else 2)
-            on, passed_back = replace(there, rows="forwarded"), replace(back, rows="forwarded")
-            before = [there, on] if forwards else [there]
-            after = [passed_back, back] if forwards else [back]
-            places = [
-                order.index((verb, hop))
-                for hop in before
-                for verb in ("send", "wait")
-                if kept == "nothing"
-            ]
-            places += computed
-            places += [
-                order.index((verb, hop))
-                for hop in after
-                for verb in ("send", "wait")
-                if direction == "backward"
-            ]
-            assert places == sorted(places)
-            lives.append((places[0], places[-1]))
-        slots, in_use = stage_slots(stages, forwards=forwards), 5 if forwards else 3
-        assert max(slots) + 1 == min(stages, in_use)
-        for slot in set(slots):
-            of_slot = [life for life, number in zip(lives, slots, strict=True) if number == slot]
-            assert all(last < first for (_, last), (first, _) in itertools.pairwise(of_slot))
-        # No stage has memory to spare: so many are there at once, where there are so many.
-        if (direction, kept) == ("backward", "nothing") and stages >= in_use:
-            most = max(
-                sum(first <= at <= last for first, last in lives) for at in range(len(order))
-            )
-            assert most == in_use
+        assert max(slots_in_use) == buffers
+
+
+def places_of_stage(order, stage, forwards, direction, kept_rows) -> dict[str, list[int]]:
+    """Places in a schedule where a stage's keys travel, are computed with, and gradients travel."""
+    keys = Transfer("keys", ("k", "v"), stage=stage)
+    gradients = Transfer("keys", ("dk", "dv"), True, stage)
+    key_hops = [keys, replace(keys, rows="forwarded")] if forwards else [keys]
+    gradient_hops = [replace(gradients, rows="forwarded"), gradients] if forwards else [gradients]
+
+    def places_of(hops: list[Transfer]) -> list[int]:
+        return [order.index((verb, hop)) for hop in hops for verb in ("send", "wait")]
+
+    runs = [
+        place
+        for place, (verb, call) in enumerate(order)
+        if verb == "run" and call.stage == stage and call.keys == "received"
+    ]
+    return {
+        "keys": places_of(key_hops) if kept_rows == "nothing" else [],
+        "run": runs,
+        "gradients": places_of(gradient_hops) if direction == "backward" else [],
+    }

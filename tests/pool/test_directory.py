@@ -138,7 +138,7 @@ def test_wrong_options_are_said_in_a_line(capsys, tmp_path, directory, subtests)
     with socket.create_server(("127.0.0.1", 0)) as other:
         used = str(other.getsockname()[1])
         assert "--join" in refused(make_token())
-        for options, said in [
+        for options, message in [
             (["--join", "127.0.0.1"], "must be HOST:PORT"),
             (["--join", "127.0.0.1:99999"], "port from 1 to 65535"),
             (["--join", f"127.0.0.1:{directory.port}"], "another token"),
@@ -158,7 +158,7 @@ def test_wrong_options_are_said_in_a_line(capsys, tmp_path, directory, subtests)
             (["--wait", "0"], "cannot connect to 127.0.0.1:1"),
         ]:
             with subtests.test(" ".join(options)):
-                assert said in refused(make_token(), "--join", "127.0.0.1:1", *options)
+                assert message in refused(make_token(), "--join", "127.0.0.1:1", *options)
     with ThreadPoolExecutor(1) as beside:
         beside.submit(
             lambda: wait_until(directory.members) or directory.drop(0, "it cannot be used")

@@ -281,7 +281,7 @@ def test_a_launch_on_two_hosts_is_divided(divide):
 
 
 def test_arguments_are_made_in_a_server_and_whoever_asks_for_its_device_lets_it_serve(
-    tmp_path, monkeypatch
+    tmp_path, monkeypatch, subtests
 ):
     served = []
     ends = []
@@ -302,9 +302,9 @@ def test_arguments_are_made_in_a_server_and_whoever_asks_for_its_device_lets_it_
     }
     arguments = DistCATrainingArguments(str(tmp_path), **options)
     assert served == []
-    for ask in ("serve_if_server", "device", "process_index", "n_gpu"):
-        with pytest.raises(SystemExit):
-            getattr(arguments, ask)()
+    for name in ("serve_if_server", "device", "process_index", "n_gpu"):
+        with subtests.test(name), pytest.raises(SystemExit):
+            getattr(arguments, name)()
     options = [
         "--join",
         "10.0.0.1:1",

@@ -383,20 +383,17 @@ def test_servers_are_on_the_node_of_ranks_of_their_host(make_pool, ranks_per_nod
     assert plan.nano_batches[0].plans[SLIM].nodes == nodes
 
 
-def test_speeds_are_asked_for_with_turns_where_there_are_two_nano_batches(make_pool, monkeypatch):
+@pytest.mark.parametrize("ping_pong", [False, True])
+def test_speeds_are_asked_for_with_turns_where_there_are_two_nano_batches(
+    make_pool, monkeypatch, ping_pong
+):
     pool = make_pool(7)
-    turns = []
-    workers = pool.speeds.workers
-
-    def asked(*args, takes_turns):
-        turns.append(takes_turns)
-        return workers(*args, takes_turns=takes_turns)
-
-    monkeypatch.setattr(pool.speeds, "workers", asked)
-    for ping_pong in (False, True):
-        settings = replace(SETTINGS, ping_pong=ping_pong)
-        pool.bind(plan_micro_batch([32, 32], settings), settings)
-    assert turns == [False, True]
+    workers = Mock(side_effect=pool.speeds.workers)
+    monkeypatch.setattr(pool.speeds, "workers", workers)
+    settings = replace(SETTINGS, ping_pong=ping_pong)
+    pool.bind(plan_micro_batch([32, 32], settings), settings)
+    workers.assert_called_once()
+    assert workers.call_args.kwargs["takes_turns"] is ping_pong
 
 
 def test_waiting_for_servers_ends_on_every_rank_when_one_says_so(make_pool, caplog):

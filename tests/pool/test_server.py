@@ -12,7 +12,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import replace
 from random import Random
 from socket import create_connection
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import numpy as np
 import psutil
@@ -94,30 +94,56 @@ class WithoutSoftcap(CpuKernel):
             raise ValueError("no softcap")
 
 
-def test_results_and_pairs_are_those_of_the_reference(make_server, connect):
-    asked = []
-    server = make_server(WithoutSoftcap(), choose=lambda need: asked.append(need) or CpuKernel())
-    ranks = connect(to=server)
+@pytest.fixture
+def ranks(connect):
+    """Two ranks of a server with the CPU kernel."""
+    return connect()
+
+
+def test_pairs_are_those_of_the_plan(server, ranks):
     ranks[0].send_plan(5, NANO_BATCHES)
-    number = run_calls(ranks, 5, NANO_BATCHES)
+    run_calls(ranks, 5, NANO_BATCHES)
     assert 0 < ranks[0].replies[-1].seconds < server.busy_s
-    by_row = sum(sum(loads_by_row(plan)) for nano in NANO_BATCHES for plan in nano.plans.values())
-    assert sum(reply.pairs for reply in ranks[0].replies) == 2 * by_row
-    assert not asked
-    ranks[0].send_plan(6, NANO_BATCHES[:1])
-    number = run_calls(ranks, 6, NANO_BATCHES[:1], number, softcap=2.0)
-    assert {(need.dtype, need.params.softcap) for need in asked} == {(torch.float32, 2.0)}
-    for dtype, tolerance in (("float64", 1e-9), ("bfloat16", 5e-2), ("float16", 1e-2)):
-        number = run_calls(ranks, 6, NANO_BATCHES[:1], number, dtype=dtype, tolerance=tolerance)
-        precise = {spec.name: spec.dtype for spec in make_call(dtype=dtype).reply()}["lse"]
-        assert precise == ("float64" if dtype == "float64" else "float32")  # never a half precision
-    for seed in range(8):
-        rng = np.random.default_rng(seed)
-        lengths = rng.integers(1, 90, rng.integers(1, 6))
-        kinds = (SLIM, replace(SLIM, window=40))
-        some = [make_nano_batch(lengths, 2, seed, kinds)]
-        ranks[0].send_plan(7 + seed, some)
-        number = run_calls(ranks, 7 + seed, some, number)
+    plan_pairs = sum(
+        sum(loads_by_row(plan)) for nano in NANO_BATCHES for plan in nano.plans.values()
+    )
+    assert sum(reply.pairs for reply in ranks[0].replies) == 2 * plan_pairs
+
+
+def test_another_kernel_computes_what_the_servers_own_cannot(make_server, connect):
+    choose = Mock(return_value=CpuKernel())
+    ranks = connect(to=make_server(WithoutSoftcap(), choose=choose))
+    ranks[0].send_plan(5, NANO_BATCHES[:1])
+    number = run_calls(ranks, 5, NANO_BATCHES[:1])
+    choose.assert_not_called()
+    run_calls(ranks, 5, NANO_BATCHES[:1], number, softcap=2.0)
+    needs = [call.args[0] for call in choose.call_args_list]
+    assert {(need.dtype, need.params.softcap) for need in needs} == {(torch.float32, 2.0)}
+
+
+@pytest.mark.parametrize(
+    ("dtype", "tolerance", "dtype_of_lse"),
+    [
+        ("float64", 1e-9, "float64"),
+        ("bfloat16", 5e-2, "float32"),  # never a half precision
+        ("float16", 1e-2, "float32"),
+    ],
+)
+def test_results_in_every_dtype(ranks, dtype, tolerance, dtype_of_lse):
+    ranks[0].send_plan(5, NANO_BATCHES[:1])
+    run_calls(ranks, 5, NANO_BATCHES[:1], dtype=dtype, tolerance=tolerance)
+    dtypes = {spec.name: spec.dtype for spec in make_call(dtype=dtype).reply()}
+    assert dtypes["lse"] == dtype_of_lse
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_results_are_those_of_the_reference(ranks, seed):
+    rng = np.random.default_rng(seed)
+    lengths = rng.integers(1, 90, rng.integers(1, 6))
+    kinds = (SLIM, replace(SLIM, window=40))
+    nano_batches = [make_nano_batch(lengths, 2, seed, kinds)]
+    ranks[0].send_plan(5, nano_batches)
+    run_calls(ranks, 5, nano_batches)
 
 
 def test_a_server_whose_kernel_cannot_compute_a_planned_call_leaves_the_run(

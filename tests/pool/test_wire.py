@@ -155,25 +155,29 @@ def test_a_plan_of_branches_is_what_was_sent():
         assert plan.layout.branches.starts.tolist() == expected.starts.tolist()
 
 
-def test_a_plan_whose_numbers_do_not_fit_is_refused_before_memory_is_allocated():
-    message, _ = plan_tables(0, 2, [make_nano_batch([64, 7], 2, 0)])
-    for fields, error in (
+@pytest.mark.parametrize(
+    ("fields", "error"),
+    [
         ({"workers": 2}, "worker 2 is no server"),
         ({"worker": 1}, "worker 1 is no server"),
         ({"ranks": 2**60, "worker": 2**60, "workers": 2**61}, "is no server"),
         ({"tables": ((1, 2),)}, "zip"),
         ({"tables": ((2**40,) * 7,)}, "tables of .* bytes are not from 0"),
         ({"tables": ((-1,) * 7,)}, "tables of .* bytes are not from 0"),
-    ):
-        with pytest.raises(ValueError, match=error):
-            _ = replace(message, **fields).bytes
+    ],
+)
+def test_a_plan_whose_numbers_do_not_fit_is_refused_before_memory_is_allocated(fields, error):
+    message, _ = plan_tables(0, 2, [make_nano_batch([64, 7], 2, 0)])
+    with pytest.raises(ValueError, match=error):
+        _ = replace(message, **fields).bytes
 
 
-def test_a_token_survives_its_file_and_only_the_owner_can_read_it(tmp_path):
+@pytest.mark.parametrize("mode", [0o640, 0o604, 0o620])
+def test_a_token_survives_its_file_and_only_the_owner_can_read_it(tmp_path, mode):
     path = tmp_path / "folder" / "token"
     token = make_token()
     assert token != make_token()
-    for mode in (0o640, 0o604, 0o620):  # the later times over a file that others can read
+    for _ in range(2):  # the second time over a file that others can read
         write_token(path, token)
         assert path.stat().st_mode & 0o777 == 0o600
         assert read_token(path) == token
@@ -269,8 +273,14 @@ def test_payloads_of_any_size_arrive_whole_and_nothing_else_is_made_memory_for_o
         outbox.finish(60)
         later.assert_not_called()
     assert time.monotonic() - begin < 30
-    hosts = ("127.0.0.2", "::1", "10.0.0.1", "fe80::2%eth0")
-    assert list(map(is_loopback, hosts)) == [True, True, False, False]
+
+
+@pytest.mark.parametrize(
+    ("host", "expected"),
+    [("127.0.0.2", True), ("::1", True), ("10.0.0.1", False), ("fe80::2%eth0", False)],
+)
+def test_loopback_addresses(host, expected):
+    assert is_loopback(host) is expected
 
 
 def test_a_time_out_is_of_its_own_call_alone():
@@ -289,7 +299,7 @@ def test_a_time_out_is_of_its_own_call_alone():
         sending.result(60)
 
 
-def test_a_wrong_greeting_or_proof_is_noticed_also_one_of_another_handshake():
+def test_a_wrong_greeting_or_proof_is_noticed_also_one_of_another_handshake(subtests):
     heard = {}
     send = Channel._send
 
@@ -313,16 +323,17 @@ def test_a_wrong_greeting_or_proof_is_noticed_also_one_of_another_handshake():
         token = "another token"
         (greeting, proof) = heard[near]
         (other_greeting, other_proof) = heard[far]
-        for connects, first, second, error in (
-            (False, greeting, lambda other: bytes(32), token),
-            (False, greeting, lambda other: other, token),  # reflected
-            (False, greeting, lambda other: b"", token),
-            (False, greeting, lambda other: proof, token),
-            (True, other_greeting, lambda other: other_proof, token),
-            (False, b"hf_distca 99 " + bytes(32), None, f"version 99, expected {VERSION}"),
-            (False, b"GET / HTTP/1.1", None, "does not speak this protocol"),
+        other_version = b"hf_distca 99 " + bytes(32)
+        for name, connects, first, second, error in (
+            ("zeros", False, greeting, lambda proof_of_peer: bytes(32), token),
+            ("reflected", False, greeting, lambda proof_of_peer: proof_of_peer, token),
+            ("empty", False, greeting, lambda proof_of_peer: b"", token),
+            ("replayed", False, greeting, lambda proof_of_peer: proof, token),
+            ("replayed to the other end", True, other_greeting, lambda _: other_proof, token),
+            ("version", False, other_version, None, f"version 99, expected {VERSION}"),
+            ("protocol", False, b"GET / HTTP/1.1", None, "does not speak this protocol"),
         ):
-            with channels() as (near, far):
+            with subtests.test(name), channels() as (near, far):
                 playing = beside.submit(play, near, first, second)
                 with pytest.raises(ProtocolError, match=error):
                     far.prove(TOKEN, "echo", 60, connects=connects)

@@ -90,17 +90,19 @@ def test_a_cut_document_waits_for_halos_and_states():
     assert walk(four)[0] == [4 + 3 + (4 * 2 + 4 * 3 + 2 * 0.5) + 31 + 4 * 4] * 2
 
 
-def test_launches_are_those_of_the_calls_and_whole_documents_of_a_rank_share_a_run():
+@pytest.mark.parametrize(
+    ("layouts", "calls"),
+    [([WHOLE], 1), ([WHOLE, WHOLE], 1), ([CUT], 1), ([CUT, CUT], 2), ([CUT, WHOLE], 2)],
+    ids=["whole", "whole and whole", "cut", "cut and cut", "cut and whole"],
+)
+def test_launches_are_those_of_the_calls(layouts, calls):
     # A nano-batch has calls of its own where documents are cut; else one call has the rows of both.
-    for layouts, calls in (
-        ([WHOLE], 1),
-        ([WHOLE, WHOLE], 1),
-        ([CUT], 1),
-        ([CUT, CUT], 2),
-        ([CUT, WHOLE], 2),
-    ):
-        without, launched = (walk(*layouts, launches=seconds)[2] for seconds in (0.0, 8.0))
-        assert np.subtract(launched, without).tolist() == [8.0 * calls] * 2
+    _, _, computed = walk(*layouts, launches=0.0)
+    _, _, computed_with_launches = walk(*layouts, launches=8.0)
+    assert np.subtract(computed_with_launches, computed).tolist() == [8.0 * calls] * 2
+
+
+def test_whole_documents_of_a_rank_share_a_run():
     several = layout([10, 20, 30], (0, 0, 10, 0), (1, 0, 20, 0), (2, 0, 30, 1))
     assert walk(several)[2] == [30 * 7 + 0.5] * 2
 
@@ -114,19 +116,23 @@ def test_an_exchange_begins_when_the_host_has_started_it():
     )
 
 
-def test_a_rank_without_cut_documents_neither_waits_nor_is_waited_for():
-    of_two = [(0, 0, 2, 0), (0, 2, 4, 1)]
-    for rows in (30, 1):  # the third rank reaches the exchanges later than the others, or sooner
-        ends, waited, _ = walk(layout([4, rows], *of_two, (1, 0, rows, 2), ranks=3))
-        assert (ends, waited) == ([33.5, 33.5, rows * 7 + 0.5], [2 + 17, 2 + 11, 0])
+@pytest.mark.parametrize("rows", [30, 1], ids=["late third rank", "early third rank"])
+def test_a_rank_without_cut_documents_neither_waits_nor_is_waited_for(rows):
+    cut_document = [(0, 0, 2, 0), (0, 2, 4, 1)]
+    ends, waited, _ = walk(layout([4, rows], *cut_document, (1, 0, rows, 2), ranks=3))
+    assert ends == [33.5, 33.5, rows * 7 + 0.5]
+    assert waited == [2 + 17, 2 + 11, 0]
 
 
-def test_exchanges_hide_behind_the_other_nano_batch_and_whole_documents():
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_exchanges_hide_behind_the_other_nano_batch(direction):
+    ends, waited, computed = walk(CUT, WHOLE, direction=direction)
+    assert waited == [0.0, 0.0]
+    assert ends == computed
+
+
+def test_exchanges_hide_behind_whole_documents():
     assert walk(WHOLE) == ([30 * 7 + 0.5] * 2, [0, 0], [30 * 7 + 0.5] * 2)
-    for direction in ("forward", "backward"):
-        ends, waited, computed = walk(CUT, WHOLE, direction=direction)
-        assert waited == [0.0, 0.0]
-        assert ends == computed
     # The second nano-batch's states leave when the first one's have arrived: 25 + 0.5 + 1 + 10 s,
     # then 2 · 4 s.
     assert walk(CUT, CUT)[0] == [44.5, 44.5]
@@ -156,20 +162,25 @@ def step_costs(**changed: float) -> StepCosts:
     )
 
 
-def test_documents_are_cut_only_as_long_as_a_cut_is_cheap():
-    for changed, group in (({}, 2), ({"state": 1e8}, 1), ({"continued": 1e-4}, 1)):
-        costs = step_costs(**changed)
-        plan = plan_micro_batch([4000, 500, 500, 400], replace(SETTINGS, choices=Choices(costs)))
-        assert plan.choice.group == group
-        assert plan.choice.seconds == pytest.approx(
-            _predicted(plan, costs).seconds,
-            rel=1e-3,
-        )
-    # The backward takes its share.
+@pytest.mark.parametrize(
+    ("changed_costs", "group"),
+    [({}, 2), ({"state": 1e8}, 1), ({"continued": 1e-4}, 1)],
+    ids=["cheap", "large states", "slow segments"],
+)
+def test_documents_are_cut_only_as_long_as_a_cut_is_cheap(changed_costs, group):
+    costs = step_costs(**changed_costs)
+    plan = plan_micro_batch([4000, 500, 500, 400], replace(SETTINGS, choices=Choices(costs)))
+    assert plan.choice.group == group
+    assert plan.choice.seconds == pytest.approx(_predicted(plan, costs).seconds, rel=1e-3)
+
+
+def test_the_backward_takes_its_share():
     costs = replace(step_costs(), backward_factor=2.0)
     plan = plan_micro_batch([100, 100], replace(SETTINGS, document_layout="whole"))
     assert _predicted(plan, costs).mixing == pytest.approx(3 * 3e-7 * 100 * (1 + 2))
-    # Equal tokens matter more the more layers mix.
+
+
+def test_equal_tokens_matter_more_the_more_layers_mix():
     few, many = (
         document_seconds(np.array([4000, 500]), step_costs(layers=layers)) for layers in (0, 60)
     )

@@ -100,33 +100,43 @@ def test_accuracy_on_what_lies_between_what_is_fitted_to():
     assert Accuracy.of(np.array([2.0, 2.0]), np.array([2.0, 2.0])) == Accuracy(1.0, 1.0, 2)
 
 
-def test_profiles(tmp_path):
+@pytest.mark.parametrize(("name", "worst_ratio"), [("h100", 1.35), ("cpu", 2.0)])
+def test_a_profile_is_accurate_and_survives_its_file(tmp_path, name, worst_ratio):
     path = tmp_path / "mine.json"
+    profile = DeviceProfile.load(name)
+    assert profile.accuracy.r2 > 0.98
+    assert profile.accuracy.worst_ratio < worst_ratio
+    assert len(profile.source) > 40
+    profile.save(path)
+    assert DeviceProfile.load(str(path)) == profile
+    # A file that was written before tasks had a cost.
+    content = json.loads(path.read_text())
+    del content["forward"]["task"], content["backward"]["task"]
+    path.write_text(json.dumps(content))
+    loaded = DeviceProfile.load(str(path))
+    assert loaded.forward.task == 0.0
+    assert loaded.backward.task == 0.0
+
+
+def test_profiles_of_the_package():
     assert {path.stem for path in PROFILES.glob("*.json")} == {"h100", "h200", "cpu"}
-    for name, worst_ratio in (("h100", 1.35), ("cpu", 2.0)):
-        profile = DeviceProfile.load(name)
-        assert (profile.accuracy.r2 > 0.98, profile.accuracy.worst_ratio < worst_ratio) == (
-            True,
-            True,
-        )
-        assert len(profile.source) > 40
-        profile.save(path)
-        assert DeviceProfile.load(str(path)) == profile
-        # A file that was written before tasks had a cost.
-        content = json.loads(path.read_text())
-        del content["forward"]["task"], content["backward"]["task"]
-        path.write_text(json.dumps(content))
-        loaded = DeviceProfile.load(str(path))
-        assert (loaded.forward.task, loaded.backward.task) == (0.0, 0.0)
-    h100, h200 = DeviceProfile.load("h100"), DeviceProfile.load("h200")
-    assert (h100.forward.task, h100.backward.task) == (0.0, 0.0)  # was not published
+    h100 = DeviceProfile.load("h100")
+    h200 = DeviceProfile.load("h200")
+    assert h100.forward.task == h100.backward.task == 0.0  # was not published
     assert min(h200.forward.task, h200.backward.task) > 0
     assert "a prior until it is measured" in h200.source
     assert h100.exchange.within.bandwidth == 100e9 < h100.links.within.bandwidth
     assert h100.exchange.between == h100.links.between
-    for content in ("{", json.dumps({"name": "half"}), None):
-        path.unlink() if content is None else path.write_text(content)
-        with pytest.raises(
-            ValueError, match=r"no device profile at '.*mine\.json': expected one of .*h100"
-        ):
-            DeviceProfile.load(str(path))
+
+
+@pytest.mark.parametrize(
+    "content", ["{", json.dumps({"name": "half"}), None], ids=["broken", "half", "missing"]
+)
+def test_files_that_are_no_profile(tmp_path, content):
+    path = tmp_path / "mine.json"
+    if content is not None:
+        path.write_text(content)
+    with pytest.raises(
+        ValueError, match=r"no device profile at '.*mine\.json': expected one of .*h100"
+    ):
+        DeviceProfile.load(str(path))

@@ -53,10 +53,9 @@ def test_the_console_shows_few_figures_and_trackers_get_all(tmp_path, capsys, di
     trainer.train()
     (line,) = [line for line in capsys.readouterr().out.splitlines() if "'loss'" in line]
     assert "distca/" not in line
-    assert all(
-        shown in line
-        for shown in ("'tokens/s': '", "'imbalance': '1.00 -> 1.00'", "'exposed wait': '0.0%'")
-    )
+    assert "'tokens/s': '" in line
+    assert "'imbalance': '1.00 -> 1.00'" in line
+    assert "'exposed wait': '0.0%'" in line
     assert {
         "distca/tokens_per_second",
         "distca/exchange_bytes",

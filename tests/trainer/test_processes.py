@@ -103,25 +103,38 @@ def test_a_process_leaves_its_sign_and_is_set_up_as_before():
     assert seen == [1]
 
 
-def test_a_warning_names_versions_that_can_hang(tmp_path, monkeypatch):
-    assert [fork_can_hang(version) for version in ((3, 11, 0), (3, 11, 9))] == [True, True]
-    assert [fork_can_hang(version) for version in ((3, 10, 13), (3, 11, 10), (3, 12, 0))] == [
-        False
-    ] * 3
-    warned = []
-    for workers, rank, can_hang, method in (
-        (0, 0, True, "fork"),
-        (1, 0, True, "fork"),
-        (1, 1, True, "fork"),
-        (1, 0, False, "fork"),
-        (1, 0, True, "spawn"),
-    ):
-        monkeypatch.setattr(processes, "fork_can_hang", lambda can_hang=can_hang: can_hang)
-        messages = Messages("hf_distca.trainer")
-        processes.ReadingProcesses(workers, rank, 60, method)
-        messages.end()
-        warned.append(any("3.11.10" in line for line in messages.lines))
-    assert warned == [False, True, False, False, False]
+@pytest.mark.parametrize(
+    ("version", "can_hang"),
+    [
+        ((3, 10, 13), False),
+        ((3, 11, 0), True),
+        ((3, 11, 9), True),
+        ((3, 11, 10), False),
+        ((3, 12, 0), False),
+    ],
+)
+def test_versions_in_which_a_fork_can_hang(version, can_hang):
+    assert fork_can_hang(version) is can_hang
+
+
+@pytest.mark.parametrize(
+    ("workers", "rank", "can_hang", "method", "warns"),
+    [
+        (0, 0, True, "fork", False),
+        (1, 0, True, "fork", True),
+        (1, 1, True, "fork", False),
+        (1, 0, False, "fork", False),
+        (1, 0, True, "spawn", False),
+    ],
+)
+def test_a_warning_names_the_version_to_install(
+    monkeypatch, workers, rank, can_hang, method, warns
+):
+    monkeypatch.setattr(processes, "fork_can_hang", lambda: can_hang)
+    messages = Messages("hf_distca.trainer")
+    processes.ReadingProcesses(workers, rank, 60, method)
+    messages.end()
+    assert any("3.11.10" in line for line in messages.lines) is warns
 
 
 @pytest.mark.parametrize("source", ["packed", "flattened"])

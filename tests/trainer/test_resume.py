@@ -352,14 +352,13 @@ def test_new_passes(run, whole_run, tmp_path):
     )
 
 
-def test_nothing_is_left(run, whole_run, tmp_path):
+@pytest.mark.parametrize("ignore_data_skip", [False, True])
+def test_nothing_is_left(run, whole_run, tmp_path, ignore_data_skip):
     changed = {**PACKED, "num_train_epochs": 2, "resume": f"{whole_run('packed')[1]}/checkpoint-4"}
-    for ignore in (False, True):
-        resumed = run(tmp_path, "packed", **changed, ignore_data_skip=ignore)
-        assert [rank["micro_batches"] for rank in resumed] == [[], []]
-        assert ["training ends at step 4" in message for message in resumed[0]["warnings"]] == [
-            True
-        ]
+    resumed = run(tmp_path, "packed", **changed, ignore_data_skip=ignore_data_skip)
+    assert [rank["micro_batches"] for rank in resumed] == [[], []]
+    (warning,) = resumed[0]["warnings"]
+    assert "training ends at step 4" in warning
 
 
 def _error_of_own_folder(folders: list[str]) -> str:

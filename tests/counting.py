@@ -108,11 +108,11 @@ def figures_of(calls: Sequence[Call]) -> Counter[str]:
     some operators.
     """
     names = {"copy": "copies", "view": "views", "attention": "attention", "exchange": "exchanges"}
-    found = Counter(names[call.what] for call in calls if call.what in names)
+    counts = Counter(names[call.what] for call in calls if call.what in names)
     for call in calls:
         if call.what in ("launch", "copy"):
-            found.update(launches=call.launches, moved=call.moved)
-    return found
+            counts.update(launches=call.launches, moved=call.moved)
+    return counts
 
 
 class Counting(TorchDispatchMode):
@@ -423,11 +423,12 @@ def _print_table(layout: str, of_ranks: list[list[Call]]) -> None:
     print(f"{layout + ' layout':28}" + "".join(f"{name:>16}" for name in (*FIGURES[:-1], "GB")))
     for owner in ("dispatch", "model"):
         for title, ways in (("forward", (False,)), ("backward", (True,)), ("both", (False, True))):
-            of_part = [
+            calls_of_part = [
                 [call for call in calls if call.owner == owner and call.backward in ways]
                 for calls in of_ranks
             ]
-            rows = [[found[name] for name in FIGURES] for found in map(figures_of, of_part)]
+            counts_of_ranks = map(figures_of, calls_of_part)
+            rows = [[counts[name] for name in FIGURES] for counts in counts_of_ranks]
             figures = np.array(rows) / [1, 1, 1, 1, 1, 1e9]
             columns = zip(figures.mean(0), figures.max(0), strict=True)
             print(

@@ -64,7 +64,7 @@ def launch_environment(strategy: str, ranks: int) -> dict[str, str]:
     import accelerate.commands.launch as accelerate_launch
     from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu_env
 
-    found: list[dict[str, str]] = []
+    environments: list[dict[str, str]] = []
     with pytest.MonkeyPatch.context() as patch:
         for name in [
             name for name in os.environ if name.startswith("ACCELERATE_")
@@ -73,18 +73,18 @@ def launch_environment(strategy: str, ranks: int) -> dict[str, str]:
         patch.setattr(
             accelerate_launch,
             "multi_gpu_launcher",
-            lambda args: found.append(prepare_multi_gpu_env(args)),
+            lambda args: environments.append(prepare_multi_gpu_env(args)),
         )
         patch.setattr(
             accelerate_launch,
             "deepspeed_launcher",
-            lambda args: found.append(prepare_deepspeed_cmd_env(args)[1]),
+            lambda args: environments.append(prepare_deepspeed_cmd_env(args)[1]),
         )
         command = [*launcher(strategy, ranks)[3:], "script.py"]
         accelerate_launch.launch_command(
             accelerate_launch.launch_command_parser().parse_args(command)
         )
-        (environment,) = found
+        (environment,) = environments
         changed = {
             name: value for name, value in environment.items() if os.environ.get(name) != value
         }

@@ -132,12 +132,12 @@ def random_documents(lengths: Sequence[int], vocab_size: int = 64) -> list[Tenso
 
 def cut_rows(plan: MicroBatchPlan, rank: int, documents: Sequence[Tensor]) -> dict[str, Tensor]:
     """The rows of one rank of a plan."""
-    held = list(plan.held_by(rank))
+    segments = list(plan.held_by(rank))
     targets = [torch.cat([document[1:], torch.tensor([-100])]) for document in documents]
     batch = {
-        "input_ids": [documents[number][start:stop] for number, start, stop in held],
-        "position_ids": [torch.arange(start, stop) for _, start, stop in held],
-        "shift_labels": [targets[number][start:stop] for number, start, stop in held],
+        "input_ids": [documents[number][start:stop] for number, start, stop in segments],
+        "position_ids": [torch.arange(start, stop) for _, start, stop in segments],
+        "shift_labels": [targets[number][start:stop] for number, start, stop in segments],
     }
     return {name: torch.cat(parts)[None] for name, parts in batch.items()}
 
@@ -158,8 +158,8 @@ def summed_step(model: nn.Module, loss: Tensor) -> Step:
     """The sum over ranks of a loss, and of the gradients of its backward."""
     total = loss.detach().clone()
     if dist.get_world_size() > 1:
-        for each in (total, *(p.grad for p in model.parameters() if p.requires_grad)):
-            dist.all_reduce(each)
+        for tensor in (total, *(p.grad for p in model.parameters() if p.requires_grad)):
+            dist.all_reduce(tensor)
     return total.item(), gradients_of(model)
 
 

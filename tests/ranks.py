@@ -94,11 +94,11 @@ class RankPool:
         context = forkserver()
         port = free_port()
         for rank in range(self.size):
-            ours, theirs = context.Pipe()
+            own_end, theirs = context.Pipe()
             process = context.Process(target=_serve, args=(theirs, rank, self.size, port))
             process.start()
             theirs.close()  # so that a rank sees the end of the test process
-            self._connections.append(ours)
+            self._connections.append(own_end)
             self._processes.append(process)
 
 

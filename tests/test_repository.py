@@ -57,9 +57,9 @@ def test_the_map_for_agents_is_short_and_whole():
 
 def test_experimental_settings_are_listed():
     marked = {
-        each.name
-        for each in fields(hf_distca.DistCAConfig)
-        if each.metadata["help"].startswith("Experimental")
+        field.name
+        for field in fields(hf_distca.DistCAConfig)
+        if field.metadata["help"].startswith("Experimental")
     }
     page = (ROOT / "docs" / "development" / "contributing.md").read_text()
     listed = page.split('begins with "Experimental":')[1].split("##")[0]

@@ -971,19 +971,21 @@ def test_warnings(use, answer, tmp_path, earlier_run, caplog):
     with caplog.at_level(logging.WARNING):
         begin(lambda: use(folder))
     # Besides, a training on one rank says that nothing is balanced.
-    others = [each for each in caplog.records if each.name != "hf_distca.trainer.assembly"]
-    (said,) = [each.getMessage() for each in others if each.name.startswith("hf_distca.")]
-    assert_said(said.replace(str(folder), "FOLDER"), answer)
+    others = [record for record in caplog.records if record.name != "hf_distca.trainer.assembly"]
+    (message,) = [record.getMessage() for record in others if record.name.startswith("hf_distca.")]
+    assert_said(message.replace(str(folder), "FOLDER"), answer)
 
 
 def test_a_document_of_a_stream_beyond_the_positions_of_rope(tmp_path, caplog):
     model = small_model(max_position_embeddings=64)
     given = {"train_dataset": Stream([{"input_ids": [3] * 100}, *TOKENS])}
     make_trainer(str(tmp_path), model=model, given=given, max_steps=2, save_strategy="no").train()
-    (said,) = [
-        each.getMessage() for each in caplog.records if each.name.startswith("hf_distca.dispatch")
+    (message,) = [
+        record.getMessage()
+        for record in caplog.records
+        if record.name.startswith("hf_distca.dispatch")
     ]
-    assert_said(said, BEYOND)
+    assert_said(message, BEYOND)
 
 
 # Two ranks, of which the second one alone is given something else: both say the same
@@ -1085,8 +1087,10 @@ def _resumed_with_damaged_costs(folder: Path) -> list[str]:
 
 def test_costs_that_cannot_be_read_are_measured_again(rank_pools, tmp_path):
     first, second = rank_pools[2].run(_resumed_with_damaged_costs, tmp_path)
-    for said, file in zip(
+    for message, file in zip(
         first, ("device_profile.json", "checkpoint-1/distca_costs.json"), strict=True
     ):
-        assert_said(said, f"the costs in FOLDER/{file} cannot be read and are measured again (…)")
+        assert_said(
+            message, f"the costs in FOLDER/{file} cannot be read and are measured again (…)"
+        )
     assert second == []

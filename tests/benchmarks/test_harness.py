@@ -59,9 +59,9 @@ def run(folder: Path, package: Path, *words: str) -> subprocess.CompletedProcess
 
 
 def test_two_checkouts_take_rounds_in_turns(tmp_path):
-    ours = checkout(tmp_path / "ours", [1.0, 2.0, 6.0])
+    own_checkout = checkout(tmp_path / "ours", [1.0, 2.0, 6.0])
     theirs = checkout(tmp_path / "theirs", [2.0, 2.0, 2.0])
-    done = run(ours, ours, "--against", str(theirs))
+    done = run(own_checkout, own_checkout, "--against", str(theirs))
     printed = json.loads(done.stdout.splitlines()[-1])
     assert printed["command"] == f"python benchmarks/bench.py --against {theirs}"
     assert {"cpu", "commit", "packages"} <= printed["machine"].keys()
@@ -80,8 +80,11 @@ def test_two_checkouts_take_rounds_in_turns(tmp_path):
     assert against["ours_over_theirs"]["step, s"] == {"lower": 0.75, "median": 1.0, "upper": 2.0}
     # The package of another checkout than the script's, on either side, would measure something
     # else.
-    assert "set PYTHONPATH" in run(ours, theirs, "--against", str(theirs)).stderr
-    assert "give another checkout's folder" in run(ours, ours, "--against", str(ours)).stderr
+    assert "set PYTHONPATH" in run(own_checkout, theirs, "--against", str(theirs)).stderr
+    assert (
+        "give another checkout's folder"
+        in run(own_checkout, own_checkout, "--against", str(own_checkout)).stderr
+    )
 
 
 ENDLESS = """
@@ -112,15 +115,20 @@ if __name__ == "__main__":
 
 def test_a_script_that_is_killed_leaves_no_process_behind(tmp_path):
     """In the middle of a round of another checkout's script, which is to end as well."""
-    ours, theirs = (
+    own_checkout, theirs = (
         checkout(tmp_path / name, [], ENDLESS.format(pids=str(tmp_path)))
         for name in ("ours", "theirs")
     )
-    command = [sys.executable, str(ours / "benchmarks" / "bench.py"), "--against", str(theirs)]
+    command = [
+        sys.executable,
+        str(own_checkout / "benchmarks" / "bench.py"),
+        "--against",
+        str(theirs),
+    ]
     processes = []
     end = time.monotonic() + 120
     with subprocess.Popen(
-        command, env=os.environ | {"PYTHONPATH": str(ours)}, stderr=subprocess.DEVNULL
+        command, env=os.environ | {"PYTHONPATH": str(own_checkout)}, stderr=subprocess.DEVNULL
     ) as script:
         while len(processes) < 4 or not (tmp_path / "taking").exists():
             assert time.monotonic() < end

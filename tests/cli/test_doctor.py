@@ -24,12 +24,12 @@ def of_launch(name, cuda=False, threads=1, **environment):
     """State, result and change of the finding of this name on a made-up launch with 8 cores, if
     there is one.
     """
-    found = launch_findings(environment, cuda=cuda, cores=8, threads=threads)
+    findings = launch_findings(environment, cuda=cuda, cores=8, threads=threads)
     return [
         value
-        for each in found
-        if each.name == name
-        for value in (each.state, each.found, each.change)
+        for finding in findings
+        if finding.name == name
+        for value in (finding.state, finding.found, finding.change)
     ]
 
 
@@ -67,9 +67,9 @@ def test_versions_are_compared_with_requirements():
     lines = ["Version: 1", "Provides-Extra: deepspeed", "Provides-Extra: peft"]
     about = message_from_string("\n".join([*lines, *(f"Requires-Dist: {need}" for need in needs)]))
     versions = {"numpy": "2.4.6", "transformers": "6.0.0.dev0", "peft": "0.17.0", "ruff": "0.1"}
-    _, own, *found = version_findings(about, versions.get)
+    _, own, *requirements = version_findings(about, versions.get)
     assert own == Finding("hf-distca", "1")
-    assert found == [
+    assert requirements == [
         Finding("numpy", "2.4.6"),
         Finding("torch", "not installed, needs >=2.11", "pip install 'torch>=2.11'", needed=True),
         Finding(
@@ -165,10 +165,10 @@ def test_settings_of_the_environment(name, cuda, environment, states):
     ids=["cores enough", "too many threads", "too many processes"],
 )
 def test_threads_of_processes_on_a_host(processes, local, threads, state, change):
-    found = f"{threads} threads in each of {local} processes on 8 cores"
+    described = f"{threads} threads in each of {local} processes on 8 cores"
     assert of_launch("OMP_NUM_THREADS", threads=threads, **launch(processes, local)) == [
         state,
-        found,
+        described,
         change,
     ]
 
@@ -177,7 +177,7 @@ UNSET = "not set; this host's name 'a' resolves to"
 
 
 @pytest.mark.parametrize(
-    ("interfaces", "processes_here", "address", "state", "found"),
+    ("interfaces", "processes_here", "address", "state", "described"),
     [
         ("eth0", 4, None, "ok", "eth0"),
         (
@@ -201,7 +201,9 @@ UNSET = "not set; this host's name 'a' resolves to"
         "loopback on one host",
     ],
 )
-def test_addresses_that_gloo_gives(monkeypatch, interfaces, processes_here, address, state, found):
+def test_addresses_that_gloo_gives(
+    monkeypatch, interfaces, processes_here, address, state, described
+):
     monkeypatch.setattr("socket.if_nameindex", lambda: [(1, "lo"), (2, "eth0")])
     monkeypatch.setattr("socket.gethostname", lambda: "a")
     resolve = Mock(return_value=address, side_effect=None if address else OSError)
@@ -211,7 +213,7 @@ def test_addresses_that_gloo_gives(monkeypatch, interfaces, processes_here, addr
     )
     assert of_launch("GLOO_SOCKET_IFNAME", **environment) == [
         state,
-        found,
+        described,
         of_doctor.HOW if state == "wrong" else "",
     ]
 
@@ -234,8 +236,10 @@ def test_a_gpu_that_no_kernel_supports_and_slow_links(monkeypatch):
         Finding("attention_kernel", "auto is cpu")
     ]
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
-    faster = [each for each in device_findings(torch.device("cuda"), 1) if each.state == "advice"]
-    assert [each.name for each in faster[:2]] == ["not flash_attn_3", "not flash_attn_4"]
+    faster = [
+        finding for finding in device_findings(torch.device("cuda"), 1) if finding.state == "advice"
+    ]
+    assert [finding.name for finding in faster[:2]] == ["not flash_attn_3", "not flash_attn_4"]
     rates = {(0, 1): 400.0, (1, 0): 390.0, (0, 2): 40.0, (2, 0): 42.0, (1, 2): 41.0, (2, 1): 9.0}
     within, between = link_findings(rates, (0, 0, 1))
     assert within == Finding("links within nodes", "395.00 GB/s; the slowest, rank 1 to 0, 390.00")
@@ -267,12 +271,12 @@ def test_names_of_packages_are_spelled_in_several_ways(monkeypatch, run):
         ("Flash_Attn", "2.8"),
         ("flash-attn", "2.1"),
     ]  # the first of a name counts
-    found = [
+    distributions = [
         SimpleNamespace(name=name, version=version, metadata=about) for name, version in packages
     ]
-    monkeypatch.setattr(of_doctor, "distributions", lambda: iter(found))
+    monkeypatch.setattr(of_doctor, "distributions", lambda: iter(distributions))
     findings = json.loads(run("doctor", "--json")[1])["findings"]
-    assert [each["found"] for each in findings if each["name"] == "flash-attn"] == ["2.8"]
+    assert [finding["found"] for finding in findings if finding["name"] == "flash-attn"] == ["2.8"]
 
 
 def test_a_launch():
@@ -282,10 +286,10 @@ def test_a_launch():
     )
     assert done.returncode == 0, done.stderr
     printed = json.loads(done.stdout)
-    found = {each["name"]: each for each in printed["findings"]}
-    assert found["processes"]["found"] == "2 on one host"
-    assert found["nodes"]["found"] == "one"
-    assert found["links within nodes"]["found"].endswith(
+    findings = {finding["name"]: finding for finding in printed["findings"]}
+    assert findings["processes"]["found"] == "2 on one host"
+    assert findings["nodes"]["found"] == "one"
+    assert findings["links within nodes"]["found"].endswith(
         f"{min(link['rate'] for link in printed['links']):.2f}"
     )
-    assert found["torch"]["ranks"] is None
+    assert findings["torch"]["ranks"] is None

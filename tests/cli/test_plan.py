@@ -215,7 +215,7 @@ def test_the_plan_is_the_trainers(command, dumped, tmp_path, layout):
 def test_bytes_follow_shapes_and_windows(command, figures):
     fixed = command([[8192], [128] * 64], 2, 8192, *FIXED)
     options = ((), ("--dtype", "float32"), ("--q-heads", "8", "--kv-heads", "2"), ("--window", "1"))
-    total, *others = (figures(*fixed, *each)["bytes_total"] for each in options)
+    total, *others = (figures(*fixed, *shape)["bytes_total"] for shape in options)
     assert others == [2 * total, total // 4, 0]
 
 
@@ -267,13 +267,19 @@ def test_the_table(command, run):
 
 def test_figures_of_ranks_add_up(command, figures, tmp_path):
     rows = [[3000, 500], [900], [40, 2000], [700]]
-    found = figures(*command(rows, 4, 4096, "--report", str(tmp_path / "a.html")))
-    ranks = found["by_rank"]
-    assert max(ranks["pairs"]) / (sum(ranks["pairs"]) / 4) == pytest.approx(found["max_over_mean"])
+    planned = figures(*command(rows, 4, 4096, "--report", str(tmp_path / "a.html")))
+    ranks = planned["by_rank"]
+    assert max(ranks["pairs"]) / (sum(ranks["pairs"]) / 4) == pytest.approx(
+        planned["max_over_mean"]
+    )
     assert sum(ranks["pairs"]) == sum(ranks["pairs_packed"])
-    assert sum(ranks["tokens"]) == sum(each["tokens"] for each in found["histogram"]) == 7140
-    assert sum(ranks["tasks"]) == found["tasks"]
-    assert sum(ranks["bytes_sent"]) == sum(ranks["bytes_received"]) == found["bytes_total"]
+    assert (
+        sum(ranks["tokens"])
+        == sum(bin_of_lengths["tokens"] for bin_of_lengths in planned["histogram"])
+        == 7140
+    )
+    assert sum(ranks["tasks"]) == planned["tasks"]
+    assert sum(ranks["bytes_sent"]) == sum(ranks["bytes_received"]) == planned["bytes_total"]
 
 
 def test_memory_of_a_model(command, figures, tmp_path):
@@ -314,15 +320,15 @@ def test_offloaded_checkpoints_and_their_copies(command, run, tmp_path, monkeypa
     options = ["--model", f"{tmp_path}/config.json", "--offload", "--profile", "h200"]
     status, output, _ = run(*command([4096], 2, 2048, *options, "--json"))
     assert status == 0
-    found = json.loads(output)
-    fsdp2 = found["memory"]["fsdp2"]
+    planned = json.loads(output)
+    fsdp2 = planned["memory"]["fsdp2"]
     kept, offloaded = fsdp2["with_checkpointing"], fsdp2["with_offload"]
     layer = 2048 * (2 * 32 + 2 * 32 + 4 * 4)
     assert offloaded["host"] == 3 * layer
     # The same tensors on the device beside them: where the peak is depends on what is kept.
     assert kept["parts"]["kept O"] - offloaded["parts"]["kept O"] == 3 * 2048 * (2 * 32 + 4 * 4)
     assert kept["total"] - offloaded["total"] <= 3 * layer
-    figures = found["offload"]
+    figures = planned["offload"]
     expected = {
         "strategy": "fsdp2",
         "profile": "h200",
@@ -359,9 +365,9 @@ def test_memory_follows_the_settings_that_are_given(command, figures, tmp_path, 
 def test_memory_of_hybrids_and_experts_is_counted(command, figures, tmp_path, model_type):
     tiny_config(model_type).save_pretrained(tmp_path)
     options = ["--model", str(tmp_path), "--dtype", "float32"]
-    found = figures(*command([150, 30], 2, 96, *options))
-    assert found["tokens_max_over_mean"] == 1.0
-    assert found["memory"]
+    planned = figures(*command([150, 30], 2, 96, *options))
+    assert planned["tokens_max_over_mean"] == 1.0
+    assert planned["memory"]
 
 
 def test_mixing_of_a_hybrid_that_is_cut(command, run, figures, tmp_path, monkeypatch):
@@ -393,10 +399,12 @@ def test_a_model_whose_documents_stay_whole(command, run, tmp_path):
 
 def test_one_document_travels_in_stages_through_small_buffers(command, figures):
     shapes = ["--q-heads", "1", "--kv-heads", "1", "--head-dim", "16", "--dtype", "float32"]
-    found = figures(*command([262144], 4, 65536, *shapes, "--exchange-buffer-bytes", str(1 << 20)))
-    assert found["stages"] >= 8
+    planned = figures(
+        *command([262144], 4, 65536, *shapes, "--exchange-buffer-bytes", str(1 << 20))
+    )
+    assert planned["stages"] >= 8
     # Six buffers for K and V, there and back; queries stay.
-    assert found["exchange_buffers"] <= 6 * (1 << 20) + 8 * 4096
+    assert planned["exchange_buffers"] <= 6 * (1 << 20) + 8 * 4096
 
 
 SMALL = ["--ranks", "2", "--tokens-per-rank", "8"]

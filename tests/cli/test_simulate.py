@@ -33,22 +33,22 @@ def small(tmp_path_factory) -> str:
     return str(folder)
 
 
-def by_name(found: dict) -> dict[str, dict]:
-    return {strategy["name"]: strategy for strategy in found["strategies"]}
+def by_name(simulation: dict) -> dict[str, dict]:
+    return {strategy["name"]: strategy for strategy in simulation["strategies"]}
 
 
 def test_every_strategy_trains_the_same_tokens(figures, small, subtests):
-    found = figures(*SETTING, "--lengths", "prolong", "--servers", "2", "--model", small)
+    simulation = figures(*SETTING, "--lengths", "prolong", "--servers", "2", "--model", small)
     cp = [f"context parallel, {shape}" for shape in ("4 × 2", "2 × 4", "1 × 8")]
     planned = [
         f"hf_distca, {layout}" for layout in ("fixed", "joint", "chosen", "joint, 2 servers")
     ]
-    assert list(by_name(found)) == ["plain packing", "whole documents balanced", *cp, *planned]
-    assert 0 < found["tokens"] <= 2 * 8 * 4096
-    for strategy in found["strategies"]:
+    assert list(by_name(simulation)) == ["plain packing", "whole documents balanced", *cp, *planned]
+    assert 0 < simulation["tokens"] <= 2 * 8 * 4096
+    for strategy in simulation["strategies"]:
         with subtests.test(strategy["name"]):
             tokens = strategy["tokens_per_second"] * strategy["step_seconds"] * 2
-            assert tokens == pytest.approx(found["tokens"])
+            assert tokens == pytest.approx(simulation["tokens"])
             assert 0 < strategy["mfu"] < 1
             assert 0 <= strategy["idle"] < 1
             if strategy["name"].startswith("hf_distca"):
@@ -58,9 +58,11 @@ def test_every_strategy_trains_the_same_tokens(figures, small, subtests):
 def test_long_documents_beside_short_ones_pay_and_equal_ones_do_not(
     figures, run, tmp_path, without_memory
 ):
-    found = figures(*SETTING, "--lengths", "wlbllm", "--ranks", "64", "--tokens-per-rank", "32768")
-    assert found["attention_speed_up"] > found["speed_up"] > 1.1
-    assert "× the speed of" in found["advice"][0]
+    simulation = figures(
+        *SETTING, "--lengths", "wlbllm", "--ranks", "64", "--tokens-per-rank", "32768"
+    )
+    assert simulation["attention_speed_up"] > simulation["speed_up"] > 1.1
+    assert "× the speed of" in simulation["advice"][0]
     lengths = tmp_path / "lengths.json"
     report = tmp_path / "report.html"
     lengths.write_text(json.dumps([512] * 10))
@@ -153,17 +155,17 @@ def test_gpus_that_share_layers(figures, without_memory):
 
 def test_shapes_of_models():
     expected = ModelShape.llama(3, 512, 1024, 4, 2, 1000)
-    found = model_shape(model_of_config(config_of_shape(expected), torch.float32))
+    shape = model_shape(model_of_config(config_of_shape(expected), torch.float32))
     norms = 3 * 2 * 512 + 512  # of the layers, and the last one
-    assert found == replace(
+    assert shape == replace(
         expected,
         after_attention=expected.after_attention + norms // 3,
         parameters=expected.parameters + norms,
     )
     config = Qwen3NextConfig()  # Qwen3-Next 80B-A3B
-    found = model_shape(model_of_config(config, torch.bfloat16))
-    mixing = found.mixing
-    assert found.depth == 12
+    shape = model_shape(model_of_config(config, torch.bfloat16))
+    mixing = shape.mixing
+    assert shape.depth == 12
     assert mixing.layers == 36
     assert mixing.width == 3
     assert mixing.channels == 2 * 2048 + 4096
@@ -176,7 +178,7 @@ def test_shapes_of_models():
     assert mixing.after_mixing == pytest.approx(
         4096 * 2048 + 2048 * 512 + 11 * 3 * 2048 * 512, rel=0.01
     )
-    assert found.operations == pytest.approx(3.67e9, rel=0.01)
+    assert shape.operations == pytest.approx(3.67e9, rel=0.01)
     # Of an 80B model some 6 % of a mixing layer's operations are its recurrence's; r and A take
     # half as much again.
     recurrence, more = mixing.operations
@@ -189,9 +191,9 @@ def test_shapes_of_models():
 def test_a_hybrid(figures, run, tmp_path, without_memory):
     tiny_config("qwen3_next").save_pretrained(tmp_path)
     options = (*SETTING, "--lengths", "prolong", "--model", str(tmp_path), "--batches", "1")
-    found = by_name(figures(*options))
-    whole = found["whole documents balanced"]
-    joint = found["hf_distca, joint"]
+    strategies = by_name(figures(*options))
+    whole = strategies["whole documents balanced"]
+    joint = strategies["hf_distca, joint"]
     assert 0 < whole["mixing_seconds"] < whole["other_seconds"]
     assert whole["mixing_runs"] == 1
     assert whole["mixing_bytes"] == 0
@@ -241,7 +243,7 @@ def test_padded_batches_are_compared_in_table_and_report(run, figures, tmp_path,
         str(report),
     )
     padded = figures(*SETTING, *options)["padded"]
-    by_strategy = {each["name"]: each for each in padded["strategies"]}
+    by_strategy = {strategy["name"]: strategy for strategy in padded["strategies"]}
     assert list(by_strategy) == [
         "padded to the longest",
         "packed on each rank",
@@ -267,9 +269,9 @@ def test_trees_of_agents_share_in_padded_batches(figures, without_memory):
     options = (*SETTING, "--lengths", "agents-tree", "--tokens-per-rank", "32k", "--batches", "1")
     alone = figures(*options)
     assert alone["advice"][-1].endswith("--padded 8 compares them.")
-    found = figures(*options, "--padded", "2")
-    assert found["advice"] == alone["advice"][:-1]
-    strategies = {each["name"]: each for each in found["padded"]["strategies"]}
+    simulation = figures(*options, "--padded", "2")
+    assert simulation["advice"] == alone["advice"][:-1]
+    strategies = {strategy["name"]: strategy for strategy in simulation["padded"]["strategies"]}
     nothing_shared, shared = (
         strategies[name] for name in ("hf_distca, nothing shared", "hf_distca")
     )
@@ -318,14 +320,14 @@ def test_a_device_is_measured_and_simulated(tmp_path, run, figures, monkeypatch)
     monkeypatch.setattr(device, "REPEATS", 1)
     path = str(tmp_path / "mine.json")
     assert "held-out calls" in run("profile", "--output", path, *SIZES)[1]
-    found = DeviceProfile.load(path)
-    assert found.measured == AttentionKind(None, 2, 1, 16, 16)
-    assert found.dtype == "float32"
-    assert "links not measured" in found.source
-    assert found.accuracy.count == 4  # of nine calls of one task and three of several short ones
-    assert found.links.within.bandwidth == 450e9
-    assert found.exchange.within.bandwidth == 100e9
-    assert min(found.flops_per_second, found.bytes_per_second) > 1e6
+    profile = DeviceProfile.load(path)
+    assert profile.measured == AttentionKind(None, 2, 1, 16, 16)
+    assert profile.dtype == "float32"
+    assert "links not measured" in profile.source
+    assert profile.accuracy.count == 4  # of nine calls of one task and three of several short ones
+    assert profile.links.within.bandwidth == 450e9
+    assert profile.exchange.within.bandwidth == 100e9
+    assert min(profile.flops_per_second, profile.bytes_per_second) > 1e6
     setting = [
         "--lengths",
         "prolong",

@@ -56,19 +56,19 @@ def grouped(documents, most_rows=MANY, masked=False):
 
 
 def test_blocks_of_several_documents_are_nodes():
-    found = beginnings_of(TREE)
-    paths = [found._path(excerpt) for excerpt in whole(TREE)]
+    beginnings = beginnings_of(TREE)
+    paths = [beginnings._path(excerpt) for excerpt in whole(TREE)]
     assert list(map(len, paths)) == [2, 2, 1, 1, 1, 0]
     assert paths[0] == paths[1]
     assert paths[0][:1] == paths[2]
     assert paths[3] == paths[4] != paths[2]
     # The last token of a document has no target.
-    assert found.targets.tolist() == [4, 4, 2, 1, 1, 0]
+    assert beginnings.targets.tolist() == [4, 4, 2, 1, 1, 0]
 
 
 def test_an_equal_block_after_another_beginning_is_another_block():
-    found = beginnings_of([[1, 2, 3, 4], [1, 2, 5, 6], [5, 6, 3, 4], [5, 6, 7, 8]])
-    assert found.targets.tolist() == [2, 2, 2, 2]
+    beginnings = beginnings_of([[1, 2, 3, 4], [1, 2, 5, 6], [5, 6, 3, 4], [5, 6, 7, 8]])
+    assert beginnings.targets.tolist() == [2, 2, 2, 2]
 
 
 def test_documents_with_nothing_in_common():
@@ -100,11 +100,12 @@ def test_rows_have_few_targets():
 
 def test_cut_documents_share_whole_blocks():
     documents = [[1, 2, 3, 4, 5, 6], [1, 2, 3, 4, 5, 6]]
-    found = beginnings_of(documents, masked=True)
-    truncated = fit_documents(found.lengths, 3, "truncate", "tokens")
-    assert found.groups(truncated, MANY)[1].tolist() == [4]  # two of three tokens are a whole block
-    split = fit_documents(found.lengths, 4, "split", "tokens")
-    groups, rows = found.groups(split, MANY)
+    beginnings = beginnings_of(documents, masked=True)
+    truncated = fit_documents(beginnings.lengths, 3, "truncate", "tokens")
+    _, rows_of_groups = beginnings.groups(truncated, MANY)
+    assert rows_of_groups.tolist() == [4]  # two of three tokens are a whole block
+    split = fit_documents(beginnings.lengths, 4, "split", "tokens")
+    groups, rows = beginnings.groups(split, MANY)
     assert groups.tolist() == [0, 1, 0, 2]  # the second excerpt of a document begins alone
     assert rows.tolist() == [4, 2, 2]
 
@@ -134,16 +135,18 @@ FORESTS = st.lists(
 @settings(max_examples=40)
 @given(FORESTS, st.integers(9, 30), st.booleans(), st.booleans(), st.integers(1, 3))
 def test_micro_batches_hold_every_document_once_and_fit(documents, rows, masked, shuffle, ranks):
-    found = beginnings_of(documents, masked)
+    beginnings = beginnings_of(documents, masked)
     excerpts = whole(documents)
     dataset = dataset_of(documents, masked)
-    sampler = GlobalBatchSampler(excerpts, rows * ranks, shuffle, seed=3, beginnings=found)
+    sampler = GlobalBatchSampler(excerpts, rows * ranks, shuffle, seed=3, beginnings=beginnings)
     of_plans = PlanSettings(ranks, rows, document_layout="fixed")
     read = []
     for (micro_batch,) in sampler:
         batches = []
         for rank in range(ranks):
-            rank_documents = RankDocuments(dataset, found.lengths, of_plans, rank, beginnings=found)
+            rank_documents = RankDocuments(
+                dataset, beginnings.lengths, of_plans, rank, beginnings=beginnings
+            )
             planned = rank_documents[micro_batch]
             batches.append(DistCACollator(rank)([planned]))
         plan = planned.plan
@@ -164,7 +167,7 @@ def test_micro_batches_hold_every_document_once_and_fit(documents, rows, masked,
 def targets_of(batches):
     """Targets of all ranks: the tokens up to a row, which its plan lets it see, and the target."""
     nano_batches = batches[0]["distca_plan"].nano_batches
-    held = [
+    held_rows = [
         [
             (number, int(segment["document"]), row)
             for number, nano in enumerate(nano_batches)
@@ -174,10 +177,10 @@ def targets_of(batches):
         for rank in range(len(batches))
     ]
     tokens = {}
-    for rows, batch in zip(held, batches, strict=True):
+    for rows, batch in zip(held_rows, batches, strict=True):
         tokens.update(zip(rows, batch["input_ids"][0].tolist(), strict=True))
     targets = []
-    for rows, batch in zip(held, batches, strict=True):
+    for rows, batch in zip(held_rows, batches, strict=True):
         target_rows = batch.get(TARGET_ROWS, [torch.arange(len(rows))])
         labels = batch["labels"][0].tolist()
         for row, target in zip(torch.cat(target_rows).tolist(), labels, strict=True):
@@ -199,10 +202,12 @@ def path_of(tokens, nano_batches, number, document, row):
 
 def test_rows_of_shared_documents_have_the_targets_of_each():
     documents = [[1, 2, 3, 4], [1, 2, 5], [1, 2, 5]]
-    found = beginnings_of(documents)
+    beginnings = beginnings_of(documents)
     micro_batch = GlobalMicroBatch(whole(documents), groups=np.zeros(3, int))
     settings = PlanSettings(1, 16, document_layout="fixed")
-    rows = RankDocuments(dataset_of(documents), found.lengths, settings, 0, beginnings=found)
+    rows = RankDocuments(
+        dataset_of(documents), beginnings.lengths, settings, 0, beginnings=beginnings
+    )
     batch = DistCACollator(0)([rows[micro_batch]])
     assert batch["input_ids"].tolist() == [[1, 2, 3, 4, 5]]
     assert batch["position_ids"].tolist() == [[0, 1, 2, 3, 2]]
@@ -216,8 +221,8 @@ def test_rows_of_shared_documents_have_the_targets_of_each():
 
 def test_groups_meet_in_every_epoch():
     documents = [[first, first, *[second] * 2] for second in range(3) for first in range(20)]
-    found = beginnings_of(documents, masked=True)
-    sampler = GlobalBatchSampler(whole(documents), 24, beginnings=found)
+    beginnings = beginnings_of(documents, masked=True)
+    sampler = GlobalBatchSampler(whole(documents), 24, beginnings=beginnings)
     epochs = []
     for epoch in range(2):
         sampler.set_epoch(epoch)

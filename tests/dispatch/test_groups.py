@@ -75,8 +75,8 @@ def test_ranks_that_share_a_gpu(monkeypatch):
     monkeypatch.setattr(
         torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid=f"GPU-{device}")
     )
-    found = [groups_module.indexed(torch.device(name)) for name in ("cuda", "cuda:1", "cpu")]
-    assert found == [torch.device("cuda", 3), CUDA, CPU]
+    devices = [groups_module.indexed(torch.device(name)) for name in ("cuda", "cuda:1", "cpu")]
+    assert devices == [torch.device("cuda", 3), CUDA, CPU]
     assert (groups_module.device_uuid(CUDA), groups_module.device_uuid(CPU)) == ("GPU-cuda:1", None)
     groups_module.check_devices("nccl", ["a", "b", "c"])
     groups_module.check_devices("gloo", shared := ["a", "b", "a", "b"])
@@ -107,7 +107,7 @@ def _groups_of_dispatcher(
     """What a new dispatcher does before any layer; the number of groups before, with and after it;
     its error then.
     """
-    found: list[Any] = []
+    groups_of_rank: list[Any] = []
     new_group, all_to_all, groups = (
         dist.new_group,
         dist.all_to_all_single,
@@ -115,11 +115,11 @@ def _groups_of_dispatcher(
     )
 
     def recorded_group(ranks: list[int] | None = None, **options: Any) -> Any:
-        found.append((options["group_desc"], options["backend"], ranks))
+        groups_of_rank.append((options["group_desc"], options["backend"], ranks))
         return new_group(ranks, **options)
 
     def recorded_exchange(output: Any, input: Any, received: Any, sent: Any, group: Any) -> Any:
-        found.append((group.group_desc, received, sent))
+        groups_of_rank.append((group.group_desc, received, sent))
         return all_to_all(output, input, received, sent, group=group)
 
     count = [len(groups)]
@@ -127,7 +127,7 @@ def _groups_of_dispatcher(
         patch.setattr(dist, "new_group", recorded_group)
         patch.setattr(dist, "all_to_all_single", recorded_exchange)
         patch.setattr(groups_module, "device_uuid", lambda device: f"GPU-{dist.get_rank()}")
-        patch.setattr(groups_module, "check_devices", lambda *args: found.append(args))
+        patch.setattr(groups_module, "check_devices", lambda *args: groups_of_rank.append(args))
         dispatcher = dispatcher_of_all_ranks(ranks_per_node=ranks_per_node)
     count.append(len(groups))
     dispatcher.close()
@@ -135,7 +135,7 @@ def _groups_of_dispatcher(
     count.append(len(groups))
     with pytest.raises(RuntimeError) as error:
         dispatcher.plan_lengths([[3]])
-    return found, count, str(error.value)
+    return groups_of_rank, count, str(error.value)
 
 
 def test_ranks_are_connected_once_before_the_first_layer(rank_pools):
@@ -220,8 +220,8 @@ def _two_by_two() -> None:
     (plan,) = dispatcher.plan_lengths([[[[40, 3], [20]], [[9, 30], [25, 25]]][replica][shard]])
     lengths = sorted(int(length) for nano in plan.nano_batches for length in nano.layout.lengths)
     assert lengths == [[3, 9, 30, 40], [20, 25, 25]][shard]
-    came = [10 * shard + replica, 10 * (2 + shard) + replica]
-    assert _exchanged(dispatcher.groups.exchange) == came
+    received = [10 * shard + replica, 10 * (2 + shard) + replica]
+    assert _exchanged(dispatcher.groups.exchange) == received
     before = len(dist.distributed_c10d._world.pg_map)
     Groups(CPU, 60.0, mesh["dp"]).close()
     assert len(dist.distributed_c10d._world.pg_map) == before
@@ -233,7 +233,7 @@ def _two_by_two() -> None:
         of_nodes, nodes = Groups(CPU, 60.0, mesh["dp"]), of_both[shard]
         of_nodes.connect_nodes(nodes)
         assert (None if of_nodes.node is None else _exchanged(of_nodes.node)) == (
-            came if nodes == (0, 0) else None
+            received if nodes == (0, 0) else None
         )
     # How many processes of the world have come where the last one is late, once this one may go on.
     store = dist.distributed_c10d._get_default_store()
@@ -242,8 +242,8 @@ def _two_by_two() -> None:
     groups.meet()
     assert store.add("come", 0) == 4
     # Rank 0 fails and takes the others with it, whichever mesh they are in.
-    found = raised(groups.failures, KeyError("text") if rank == 0 else LOST)
-    assert str(found) == ("'text'" if rank == 0 else "rank 0 failed: KeyError: 'text'")
+    error = raised(groups.failures, KeyError("text") if rank == 0 else LOST)
+    assert str(error) == ("'text'" if rank == 0 else "rank 0 failed: KeyError: 'text'")
 
 
 def _raise_on_rank_1(rank: int, error: Exception) -> None:
@@ -289,7 +289,7 @@ def _found(
 
 
 @pytest.mark.parametrize(
-    ("hosts", "local_ranks", "shape", "found", "logged"),
+    ("hosts", "local_ranks", "shape", "expected", "logged"),
     [
         ("aaaa", [0, 1, 2, 3], None, [4] * 4, ["4"]),
         ("abbc", [0, 0, 1, 0], None, [(1, 2, 1)] * 4, ["1, 2, 1"]),
@@ -308,9 +308,9 @@ def _found(
         ("abaa", [0, 0, 1, 2], None, [(1, 1, 2)] * 4, ["1, 1, 2"]),
     ],
 )
-def test_nodes_of_a_launch(rank_pools, hosts, local_ranks, shape, found, logged):
+def test_nodes_of_a_launch(rank_pools, hosts, local_ranks, shape, expected, logged):
     sizes, messages = zip(*rank_pools[4].run(_found, hosts, local_ranks, shape), strict=True)
-    assert [*sizes] == found
+    assert [*sizes] == expected
     if hosts == "abaa":
         assert (
             messages[0]
@@ -343,8 +343,8 @@ def raised(failures: Failures, error: Exception, evaluates: bool = False) -> Exc
                 with failures.reported():
                     raise error
             raise error
-    except Exception as found:
-        return found
+    except Exception as error:
+        return error
 
 
 def left_behind(error: Exception) -> tuple[Failures, dist.Store]:
@@ -415,5 +415,5 @@ def test_what_failed_before_is_forgotten_and_an_evaluation_belongs_to_its_traini
         pass
     assert type(raised(failures, LOST)) is RankLost
     failures, _ = left_behind(BOOM)
-    found = raised(failures, LOST, evaluates=True)
-    assert (str(found), found.__cause__) == ("rank 1 failed: ValueError: boom", LOST)
+    error = raised(failures, LOST, evaluates=True)
+    assert (str(error), error.__cause__) == ("rank 1 failed: ValueError: boom", LOST)

@@ -177,8 +177,8 @@ def test_layer(group, case):
             for c in mode.calls
             if c.owner == "dispatch" and c.layer == (first if c.backward else last)
         ]
-        found = figures_of(of_layer)
-        counts = *(found[name] for name in FIGURES[:-1]), -(-found["moved"] // 1000)
+        figures = figures_of(of_layer)
+        counts = *(figures[name] for name in FIGURES[:-1]), -(-figures["moved"] // 1000)
         exceeded = any(count > bound for count, bound in zip(counts, bounds, strict=True))
         assert not exceeded, f"counted {counts}, at most {bounds}"
 

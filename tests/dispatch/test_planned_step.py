@@ -614,13 +614,13 @@ def events_of(pool, ping_pong=False, lost=None, window=None, **others):
 
 
 def test_rows_go_to_servers_and_come_back_attention_by_attention(rank_pools):
-    there, again = ("q", "k", "v"), ("q", "do", "o", "lse", "k", "v")
+    forward_columns, backward_columns = ("q", "k", "v"), ("q", "do", "o", "lse", "k", "v")
     assert events_of(rank_pools[1]) == [
         ("bind", 1),
-        *[("start", 0, 0, "forward", there), ("collect", 0, 0, "forward")],
-        *[("start", 1, 0, "forward", there), ("collect", 1, 0, "forward")],
-        *[("start", 1, 0, "backward", again), ("collect", 1, 0, "backward")],
-        *[("start", 0, 0, "backward", again), ("collect", 0, 0, "backward")],
+        *[("start", 0, 0, "forward", forward_columns), ("collect", 0, 0, "forward")],
+        *[("start", 1, 0, "forward", forward_columns), ("collect", 1, 0, "forward")],
+        *[("start", 1, 0, "backward", backward_columns), ("collect", 1, 0, "backward")],
+        *[("start", 0, 0, "backward", backward_columns), ("collect", 0, 0, "backward")],
     ]
     # Nano-batches take turns while servers compute.
     assert [event[:4] for event in events_of(rank_pools[1], ping_pong=True)] == [
@@ -678,10 +678,10 @@ def test_each_kind_of_attention_has_a_repair_of_its_own_which_is_made_once():
         asked.append((kind.window, servers))
         return plan_lost(plan, [1], kind, settings, pairs_per_second=1e6)
 
-    found = [
+    repairs = [
         bound.repair(kind, lost, SimpleNamespace(repair=repaired)) for kind in (*kinds, *kinds)
     ]
-    assert [sum(group.pairs for group in routes.tasks.values()) for routes in found] == [
+    assert [sum(group.pairs for group in routes.tasks.values()) for routes in repairs] == [
         15,
         8,
         15,

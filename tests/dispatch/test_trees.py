@@ -121,8 +121,8 @@ def as_drawn(plan: MicroBatchPlan, trees: Trees, nodes: tuple[int, ...] | None) 
 class TreeServers(Servers):
     """Two servers that compute trees."""
 
-    def __init__(self, ours: Dispatcher, trees: Trees) -> None:
-        super().__init__(ours, trees.lost, kernel=ours.kernel)
+    def __init__(self, rank_dispatcher: Dispatcher, trees: Trees) -> None:
+        super().__init__(rank_dispatcher, trees.lost, kernel=rank_dispatcher.kernel)
         self.trees = trees
 
     def bind(self, plan: MicroBatchPlan, given: PlanSettings) -> tuple[MicroBatchPlan, Any]:
@@ -215,8 +215,8 @@ def rows_held(trees: Trees, plans: PlannedSequences, rows: Rows, count: int) -> 
     for share in plans.shares[plans.shares["rank"] == dist.get_rank()]:
         if share["source"] != NO_RANK:
             numbers = rows.numbers(of_ranks[share["source"]][share["sequence"]])
-            held = slice(share["offset"], share["offset"] + row_counts(share))
-            numbers_N[held] = numbers[share["start"] : share["stop"]]
+            held_rows = slice(share["offset"], share["offset"] + row_counts(share))
+            numbers_N[held_rows] = numbers[share["start"] : share["stop"]]
     return numbers_N
 
 
@@ -224,9 +224,9 @@ def compare_with_sequences_alone(trees: Trees) -> int:
     """Compare outputs and gradients; return the number of rows that were not computed."""
     rank, of_ranks, plans = dist.get_rank(), trees.of_ranks(), planned(trees)
     (plan,) = plans.plans
-    ours = dispatcher(trees.keep_received)
-    ours.remote = TreeServers(ours, trees) if trees.has_servers else None
-    bound = ours.bind(as_drawn(plan, trees, ours.settings.nodes))
+    tree_dispatcher = dispatcher(trees.keep_received)
+    tree_dispatcher.remote = TreeServers(tree_dispatcher, trees) if trees.has_servers else None
+    bound = tree_dispatcher.bind(as_drawn(plan, trees, tree_dispatcher.settings.nodes))
     rows = Rows([tokens for of_rank in of_ranks for tokens in of_rank])
     numbers_N = rows_held(trees, plans, rows, bound.rows)
     is_token_N = numbers_N >= 0
@@ -245,10 +245,10 @@ def compare_with_sequences_alone(trees: Trees) -> int:
     do_NHD = torch.zeros_like(o_NHD)
     for reader in plans.readers[plans.readers["rank"] == rank]:
         sequence = first_of_rank[reader["source"]] + reader["sequence"]
-        held = slice(reader["offset"], reader["offset"] + row_counts(reader))
+        held_rows = slice(reader["offset"], reader["offset"] + row_counts(reader))
         read = slice(reader["start"], reader["stop"])
-        torch.testing.assert_close(o_NHD[held], outputs[sequence][read], rtol=0, atol=EXACT)
-        do_NHD[held] += rows.do_of_sequences[sequence][read]
+        torch.testing.assert_close(o_NHD[held_rows], outputs[sequence][read], rtol=0, atol=EXACT)
+        do_NHD[held_rows] += rows.do_of_sequences[sequence][read]
     o_NHD.backward(do_NHD)
 
     # 2. Gradients of every row, which several ranks may hold where it is not shared.

@@ -35,8 +35,8 @@ def of_ranks(ranks: int, limit_s: float = LIMIT_S, store: Any = None) -> Iterato
     store = store or dist.HashStore()
     waits = [Waits(store, rank, ranks, limit_s) for rank in range(ranks)]
     yield waits
-    for each in waits:
-        each.close()
+    for waits_of_rank in waits:
+        waits_of_rank.close()
 
 
 def silence(waits: Waits) -> None:
@@ -60,15 +60,15 @@ def fail(waits: Waits, error: Exception, wait_s: float = 0.0) -> str:
 
 def at_place(waits: Waits, place: str, wait: str = "") -> threading.Event:
     """Be at a place, in a thread that takes the rank's part, until the event is set."""
-    there, leaves = threading.Event(), threading.Event()
+    is_there, leaves = threading.Event(), threading.Event()
 
     def stay() -> None:
         with waits.watched(place), waits.of(wait) if wait else nullcontext():
-            there.set()
+            is_there.set()
             leaves.wait(60)
 
     threading.Thread(target=stay, daemon=True).start()
-    there.wait()
+    is_there.wait()
     time.sleep(LIMIT_S / 10)  # for a sign of life from there
     return leaves
 
@@ -77,15 +77,15 @@ def test_a_failed_wait_names_the_silent_rank_its_place_and_the_remedy():
     with of_ranks(3) as (mine, other, silent):
         leaves = at_place(silent, "the backward of step 3", "rows of other ranks")
         silence(silent)
-        said = fail(mine, TIMED_OUT, wait_s=2.0)
+        message = fail(mine, TIMED_OUT, wait_s=2.0)
         silent_s = r"rank 2 \(process \d+ on .+\) has given no sign of life for \d s"
         place = "in the backward of step 3, waiting for rows of other ranks"
         begin = r"rank 0 has waited for rows of other ranks for [2-5] s"
         assert re.match(
-            rf"{begin}: {silent_s}, and was last seen {place}\. Look at that process", said
+            rf"{begin}: {silent_s}, and was last seen {place}\. Look at that process", message
         )
-        assert "rank 1" not in said
-        assert said.endswith(
+        assert "rank 1" not in message
+        assert message.endswith(
             f"ddp_timeout for collectives of DDP, FSDP and DeepSpeed. The error was: {TIMED_OUT}"
         )
         # Inside of a context of failures the outermost context says so, with the place.
@@ -117,9 +117,11 @@ def test_a_failed_wait_names_the_silent_rank_its_place_and_the_remedy():
 def test_ranks_that_are_elsewhere_absent_or_ended_are_named_when_none_is_silent():
     with of_ranks(2) as (mine, other):
         leaves = at_place(other, "the loading of data for step 4")
-        said = fail(mine, TIMED_OUT, wait_s=1.0)
+        message = fail(mine, TIMED_OUT, wait_s=1.0)
         place = "in the loading of data for step 4"
-        assert re.search(rf": rank 1 \(process .*\) is alive and has been {place} for \d s\.", said)
+        assert re.search(
+            rf": rank 1 \(process .*\) is alive and has been {place} for \d s\.", message
+        )
         leaves.set()
         other.close()
         assert re.search(r": rank 1 \(process .*\) has ended\.", fail(mine, CLOSED))
@@ -142,9 +144,9 @@ def test_ranks_that_are_elsewhere_absent_or_ended_are_named_when_none_is_silent(
             mine.line.ask(
                 lambda store, rank=absent.rank: store.delete_key(f"sign of life of rank {rank}"), 5
             )
-        said = fail(mine, TIMED_OUT)
+        message = fail(mine, TIMED_OUT)
         names = "; ".join(f"rank {rank} has not come so far" for rank in (1, 2, 3, 4))
-        assert f": {names}; so it is with 1 more ranks. " in said
+        assert f": {names}; so it is with 1 more ranks. " in message
 
 
 def test_a_long_wait_is_logged_once_a_minute_by_the_first_rank_that_waits(monkeypatch, caplog):

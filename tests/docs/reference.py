@@ -139,12 +139,12 @@ def settings(names: str) -> str:
 
 
 def metrics(where: str) -> str:
-    found = [
+    names = [
         (name, metric)
         for name, metric in METRICS.items()
         if where == (metric.condition or "Always")
     ]
-    rows = ((f"`{PREFIX}{name}`", metric.unit, metric.meaning) for name, metric in found)
+    rows = ((f"`{PREFIX}{name}`", metric.unit, metric.meaning) for name, metric in names)
     return table(("name", "unit", "meaning"), *rows)
 
 

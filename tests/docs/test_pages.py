@@ -83,8 +83,8 @@ def blocks(page: str, language: str = "", part: str | None = None) -> list[str]:
     text = PAGES[page]
     if part is not None:
         text = text.split(f"\n## {part}\n")[1].split("\n## ")[0]
-    found = re.findall(r"^```(\w*)\n(.*?)^```$", text, re.S | re.M)
-    return [code for its_language, code in found if its_language == language]
+    code_blocks = re.findall(r"^```(\w*)\n(.*?)^```$", text, re.S | re.M)
+    return [code for its_language, code in code_blocks if its_language == language]
 
 
 def commands(page: str) -> list[str]:
@@ -209,16 +209,16 @@ def test_targets_that_pages_name_exist():
 
 def texts_of(source: str) -> list[str]:
     """All strings of a module, with … for what is filled in."""
-    found = []
+    texts = []
     inside = set()
     for node in ast.walk(ast.parse(source)):  # from the outside inwards
         if isinstance(node, ast.JoinedStr):
             inside |= set(node.values)
             parts = [part.value if isinstance(part, ast.Constant) else "…" for part in node.values]
-            found.append("".join(map(str, parts)))
+            texts.append("".join(map(str, parts)))
         elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node not in inside:
-            found.append(node.value)
-    return [re.sub(r"%(\.\d)?\w", "…", text) for text in found]
+            texts.append(node.value)
+    return [re.sub(r"%(\.\d)?\w", "…", text) for text in texts]
 
 
 def test_quoted_messages_are_those_of_the_code(subtests):
@@ -429,11 +429,11 @@ def test_gains_in_sentences_are_those_of_the_results():
 def test_faults_in_sentences_are_those_of_the_results():
     page = PAGES["docs/evidence/comparison.md"]
     results = [result(name) for name in ("faults", "faults_nixl")]
-    assert [found["lost"] for found in results] == [0, 0]
-    kills = sum(found["kills"] for found in results)
+    assert [faults["lost"] for faults in results] == [0, 0]
+    kills = sum(faults["kills"] for faults in results)
     assert f"{kills} attention servers were killed" in page
     assert f"**{kills} attention servers killed**" in README
-    assert f"of {sum(found['steps'] for found in results)} steps none was lost" in README
+    assert f"of {sum(faults['steps'] for faults in results)} steps none was lost" in README
 
 
 def test_memory_in_sentences_is_that_of_the_results():

@@ -22,8 +22,8 @@ def test_both_trainings_have_the_same_losses_and_a_step_is_drawn(checkpoint, tmp
         *options,
     ]
     printed = run_forked(command, tmp_path / "printed", DS_ACCELERATOR="cpu")
-    found = re.findall(r"^(\w[\w ,]*?)  +([\d.]+\D*?)  +([\d.]+\D*)$", printed, re.M)
-    rows = {name: values for name, *values in found}
+    matches = re.findall(r"^(\w[\w ,]*?)  +([\d.]+\D*?)  +([\d.]+\D*)$", printed, re.M)
+    rows = {name: values for name, *values in matches}
     page = (ROOT / "docs" / "start" / "quickstart.md").read_text()
     assert set(rows) == set(re.findall(r"^((?:step|idle|imbalance|loss)\b.*?)  +", page, re.M))
     assert len(rows) == 5
@@ -70,7 +70,7 @@ def test_the_notebook_trains_on_two_processes(tmp_path):
     )
     printed = run([sys.executable, "cells.py"], tmp_path)
     assert "Launching training on 2 " in printed
-    losses = [float(found) for found in re.findall(r"'loss': '?([\d.]+)", printed)]
+    losses = [float(number) for number in re.findall(r"'loss': '?([\d.]+)", printed)]
     assert losses[-1] < losses[0] - 1
     shown = re.findall(r"'imbalance': '([\d.]+) -> ([\d.]+)'", printed)
     packed, planned = (max(map(float, figures)) for figures in zip(*shown, strict=True))

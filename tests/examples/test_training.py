@@ -229,7 +229,9 @@ def test_every_example_that_is_launched_reports_errors_once(name):
     (main,) = (
         node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == "main"
     )
-    assert [ast.unparse(each) for each in main.decorator_list] == ["hf_distca.record"], name
+    assert [ast.unparse(decorator) for decorator in main.decorator_list] == ["hf_distca.record"], (
+        name
+    )
 
 
 def test_a_run_that_logged_nothing(capsys):

@@ -70,16 +70,17 @@ def python(clone, tmp_path_factory) -> Path:
 
 def closure(package: Distribution) -> list[Distribution]:
     """All that a package needs, directly or not, without its extras."""
-    found: dict[tuple[str, str], Distribution] = {}
+    distributions: dict[tuple[str, str], Distribution] = {}
     left = [(package, "")]
     while left:
         at, extra = left.pop()
         for need in map(Requirement, at.requires or ()):
             if need.marker is None or need.marker.evaluate({"extra": extra}):
-                for key in {(need.name, wanted) for wanted in ("", *need.extras)} - found.keys():
-                    found[key] = distribution(need.name)
-                    left.append((found[key], key[1]))
-    return list(found.values())
+                keys = {(need.name, needed_extra) for needed_extra in ("", *need.extras)}
+                for key in keys - distributions.keys():
+                    distributions[key] = distribution(need.name)
+                    left.append((distributions[key], key[1]))
+    return list(distributions.values())
 
 
 def test_the_quickstart_and_the_shown_scripts_train(python, tmp_path):
@@ -112,7 +113,7 @@ def test_the_quickstart_and_the_shown_scripts_train(python, tmp_path):
         "accelerate launch", f"accelerate launch --main_process_port {free_port()}"
     )
     printed = in_shell(f"{launch} --logging_steps 1 --num_train_epochs 2")
-    losses = [float(found) for found in re.findall(r"'loss': '?([\d.]+)", printed)]
+    losses = [float(number) for number in re.findall(r"'loss': '?([\d.]+)", printed)]
     assert losses[-1] < losses[0]
     assert losses[0] == pytest.approx(7.6, abs=0.2)  # ln 2048
     model = tmp_path / "runs" / "train" / "model.safetensors"
@@ -134,9 +135,9 @@ def test_its_commands_run_with_nothing_else(python, tmp_path):
     code = "import hf_distca.cli.main as cli; print(cli.__file__); cli.main(['doctor'])"
     file, *findings = run_outside([python, "-c", code], tmp_path).splitlines()
     assert Path(file).is_relative_to(python.parents[1])
-    found = {
+    packages = {
         line.split()[1]: line.split(maxsplit=2)[2] for line in findings if not line.startswith(" ")
     }
-    assert found["hf-distca"] == hf_distca.__version__
-    assert found["peft"].startswith("not installed")
-    assert found["deepspeed"].startswith("not installed")
+    assert packages["hf-distca"] == hf_distca.__version__
+    assert packages["peft"].startswith("not installed")
+    assert packages["deepspeed"].startswith("not installed")

@@ -180,13 +180,13 @@ def test_a_kernel_that_is_not_installed_is_skipped(monkeypatch):
 
 def test_of_a_kernel_that_is_compiled_there_are_few_variants():
     few = calls_of(SMALL, "flash_attn_4")
-    every = calls_of(SMALL, "flash_attn_3")
+    kernel_calls = calls_of(SMALL, "flash_attn_3")
     assert len({(dtype, case.variant) for (dtype, _), case in few.items()}) == 4
     assert {dtype for dtype, _ in few} == {torch.bfloat16}
     assert {"no tasks", "one row, many keys", "window 1", "not causal, one row"} <= {
         name for _, name in few
     }
-    assert {name for dtype, name in every if dtype == torch.float16} == set(cases(SMALL))
+    assert {name for dtype, name in kernel_calls if dtype == torch.float16} == set(cases(SMALL))
 
 
 @pytest.mark.parametrize(
@@ -232,15 +232,15 @@ def test_a_result_that_is_further_off_than_stock_attention_is_found():
         exact,
         torch.float32,
     )
-    found = [sentence.rsplit(": ", 1)[0] for sentence in findings.wrong]
-    assert found == [
+    wrong = [sentence.rsplit(": ", 1)[0] for sentence in findings.wrong]
+    assert wrong == [
         f"worse: deviation of the {what}" for what in ("loss", "gradient of a", "gradient of b")
     ]
 
 
 def test_a_replay_without_a_call_is_found(monkeypatch):
-    every = replay.calls_of_plan
-    monkeypatch.setattr(replay, "calls_of_plan", lambda *of_rank: every(*of_rank)[:-1])
+    all_calls = replay.calls_of_plan
+    monkeypatch.setattr(replay, "calls_of_plan", lambda *of_rank: all_calls(*of_rank)[:-1])
     monkeypatch.setattr(measured, "QUERIES", {"cpu": (16, 64, 256)})
     monkeypatch.setattr(measured, "REPEATS", 1)
     wrong = replay.check_replays(replace(SMALL, replays=SMALL.replays[:1])).wrong
@@ -284,19 +284,19 @@ def test_a_replay_that_gains_nothing_or_is_predicted_badly_is_found():
 
 
 def test_memory_that_grows_and_losses_that_differ_are_found():
-    ours = Watch(SMALL)
+    watch = Watch(SMALL)
     stock = Watch(SMALL)
     findings = Findings()
-    ours.memory = [100] * 9 + [105]
-    _check_memory(findings, ours)
+    watch.memory = [100] * 9 + [105]
+    _check_memory(findings, watch)
     assert findings.wrong == []
-    ours.memory = list(range(100, 110))
-    _check_memory(findings, ours)
-    ours.logged = {"loss": [4.0, 3.99, 3.9], "grad_norm": [1.0, 1.05, 1.0]}
+    watch.memory = list(range(100, 110))
+    _check_memory(findings, watch)
+    watch.logged = {"loss": [4.0, 3.99, 3.9], "grad_norm": [1.0, 1.05, 1.0]}
     stock.logged = {"loss": [4.0, 3.9], "grad_norm": [1.01, 1.0]}
-    _check_logged(findings, "sdpa", ours, stock)
+    _check_logged(findings, "sdpa", watch, stock)
     stock.logged = {"loss": [], "grad_norm": []}
-    _check_logged(findings, "none", ours, stock)
+    _check_logged(findings, "none", watch, stock)
     memory, *of_logs = (sentence.rsplit(":", 1)[0] for sentence in findings.wrong)
     assert memory == "memory at the end over that after a fifth of the steps"
     steps = [f"sdpa: difference of the {name} of step 1" for name in ("loss", "grad_norm")]
@@ -305,17 +305,19 @@ def test_memory_that_grows_and_losses_that_differ_are_found():
 
 def test_padded_batches_that_differ_gain_little_or_are_packed_slowly_are_found():
     same = {"loss": 6.0, "norm of gradients": 2.0, "share_before_model": 0.03}
-    found = {padded.STOCK: {**same, "step_s": 5.0}, padded.PACKED: {**same, "step_s": 2.0}}
+    figures = {padded.STOCK: {**same, "step_s": 5.0}, padded.PACKED: {**same, "step_s": 2.0}}
     findings = Findings()
-    padded.compare_strategies(findings, found, on_cuda=True)
+    padded.compare_strategies(findings, figures, on_cuda=True)
     assert findings.wrong == []
-    assert found[padded.STOCK]["over_packed"] == 2.5
+    assert figures[padded.STOCK]["over_packed"] == 2.5
     worse = {"loss": 6.04, "norm of gradients": 1.95, "share_before_model": 0.04, "step_s": 2.1}
-    padded.compare_strategies(findings, {**found, padded.PACKED: worse}, on_cuda=False)
+    padded.compare_strategies(findings, {**figures, padded.PACKED: worse}, on_cuda=False)
     differences = [f"{padded.PACKED}: difference of the {what}" for what in padded.BOUNDS]
     assert [sentence.rsplit(": ", 1)[0] for sentence in findings.wrong] == differences
     slow = {**same, "share_before_model": 0.04, "step_s": 2.1}
-    padded.compare_strategies(findings := Findings(), {**found, padded.PACKED: slow}, on_cuda=True)
+    padded.compare_strategies(
+        findings := Findings(), {**figures, padded.PACKED: slow}, on_cuda=True
+    )
     of_times = ["time of packed over padded to all", "share of a step before the model"]
     assert [sentence.rsplit(": ", 1)[0] for sentence in findings.wrong] == of_times
 
@@ -342,10 +344,10 @@ def test_prefixes_that_save_too_little_are_found():
 
 
 def test_a_packed_model_without_its_attention_is_found(monkeypatch):
-    found = padded.check_padded(SMALL)
+    findings = padded.check_padded(SMALL)
     packed = [
         figures
-        for name, figures in found.figures["strategies"].items()
+        for name, figures in findings.figures["strategies"].items()
         if name.startswith("packed")
     ]
     assert len(packed) == 2

@@ -45,7 +45,7 @@ def run(tmp_path, names, seconds=60.0, hanging_s=2.0):
     parts.append(Part("kernel", never, 20.0, skipped="needs a package"))
     right = run_parts(
         parts,
-        lambda name, found: [sys.executable, "-c", CODE[name], str(found)],
+        lambda name, folder: [sys.executable, "-c", CODE[name], str(folder)],
         results,
         file,
         tmp_path,
@@ -63,10 +63,12 @@ def test_every_part_is_reported(tmp_path):
     right, parts = run(tmp_path, ["hanging", "broken", "wrong", "skipped", "good"])
     assert not right
     assert time.monotonic() - begin < 20
-    found = {name: (part["status"], part["wrong"], part["printed"]) for name, part in parts.items()}
-    assert "in wait_for_ever" in found["hanging"][2]
-    assert found == {
-        "hanging": ("TIMED OUT", ["not done in 2 s"], found["hanging"][2]),
+    reports = {
+        name: (part["status"], part["wrong"], part["printed"]) for name, part in parts.items()
+    }
+    assert "in wait_for_ever" in reports["hanging"][2]
+    assert reports == {
+        "hanging": ("TIMED OUT", ["not done in 2 s"], reports["hanging"][2]),
         "broken": ("FAILED", ["ended with status 139, without findings"], "segfault"),
         "wrong": ("FAILED", ["too slow"], "slow"),
         "skipped": ("skipped", [], ""),

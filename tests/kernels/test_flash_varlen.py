@@ -391,8 +391,8 @@ def test_packages_that_cannot_be_imported_are_passed_over_by_auto_alone(
 ):
     """Every import fails, of packages of which pip knows or knows nothing."""
 
-    def fail(of: Exception) -> None:
-        raise of
+    def fail(error: Exception) -> None:
+        raise error
 
     monkeypatch.setattr(varlen, "import_module", lambda name: fail(error))
     unknown = metadata.PackageNotFoundError()

@@ -42,11 +42,11 @@ def test_cuts(lens, expected):
 
 def test_keys_count_where_they_make_blocks_and_few_heads_make_few():
     end_of_a_long_document = [SHORT] * 101, [32768] + [SHORT] * 100
-    found = [
+    block_counts = [
         cuts(*end_of_a_long_document, grid, heads=32)
         for grid in (OF_LONGEST_Q, OF_LONGEST, ALL_EVEN)
     ]
-    assert found == [[0, 101], [0, 1, 101], [0, 101]]
+    assert block_counts == [[0, 101], [0, 1, 101], [0, 101]]
     few_blocks = [4096] + [SHORT] * 80
     assert [cuts(few_blocks, few_blocks, OF_LONGEST_Q, heads) for heads in (32, 4)] == [
         [0, 1, 81],
@@ -79,15 +79,15 @@ def test_no_task_is_lost_where_runs_that_are_joined_leave_one_over(runs, joined)
 def test_the_parts_are_slices_with_lengths_of_their_own_and_are_found_once():
     lens = [32768] + [SHORT] * 40
     shapes = TaskShapes.build(lens, [length + 1 for length in lens], "cpu")
-    found = task_ranges(shapes, OF_LONGEST_Q, heads=32)
-    (first, *of_first), (second, *of_second) = found
+    ranges = task_ranges(shapes, OF_LONGEST_Q, heads=32)
+    (first, *of_first), (second, *of_second) = ranges
     assert of_first == [slice(0, 32768), slice(0, 32769)]
     assert of_second == [slice(32768, 36768), slice(32769, 36809)]
     assert (first.cu_q.tolist(), first.cu_k.tolist()) == ([0, 32768], [0, 32769])
     assert second.cu_q.tolist() == list(range(0, 4001, 100))
     assert second.cu_k.tolist() == list(range(0, 4041, 101))
     assert (first.max_q, first.max_k, second.max_q, second.max_k) == (32768, 32769, 100, 101)
-    assert task_ranges(shapes, Grid(q_factor=1, k_factor=0), heads=32) is found
+    assert task_ranges(shapes, Grid(q_factor=1, k_factor=0), heads=32) is ranges
     assert (
         len(task_ranges(shapes, OF_LONGEST_Q, heads=1)) == 1
     )  # another kind of attention, with fewer empty blocks

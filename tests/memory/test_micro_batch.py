@@ -97,8 +97,8 @@ def test_a_few_chunks_of_the_loss_take_what_all_take(monkeypatch, model_type, us
         )
         return count_micro_batch(model, plan_micro_batch([TOKENS], settings), 0, use)
 
-    few, every = parts(unequal_chunks), parts(lambda count, rows: range(0, count, rows))
-    assert few == every
+    few, all_chunks = parts(unequal_chunks), parts(lambda count, rows: range(0, count, rows))
+    assert few == all_chunks
     assert [list(starts) for starts in kept] == [[0, 125, 1000], list(range(0, 1001, 125))]
 
 
@@ -232,17 +232,17 @@ def test_core_attention_takes_what_flash_attention_takes():
         forward = live.peak.total() - before
         live.begin()
         before = live.peak.total()
-        found = FlashMemory().backward(o, q, k, v, o, lse)
+        gradients = FlashMemory().backward(o, q, k, v, o, lse)
         backward = live.peak.total() - before
     assert o.shape == (rows, 4, 8)
     assert o.dtype == torch.bfloat16
     assert lse.shape == (rows, 4)
     assert lse.dtype == torch.float32
     assert forward == rows * 4 * (2 * 8 + 4)
-    assert [gradient.shape for gradient in found] == [q.shape, k.shape, v.shape]
-    gradients = 2 * (rows * 4 * 16 + keys * 2 * (16 + 8))
+    assert [gradient.shape for gradient in gradients] == [q.shape, k.shape, v.shape]
+    gradient_bytes = 2 * (rows * 4 * 16 + keys * 2 * (16 + 8))
     # dQ and a sum of each row in float32, and dK and dV for every query head.
-    assert backward == gradients + 4 * rows * 4 * (16 + 1) + 2 * keys * 4 * (16 + 8)
+    assert backward == gradient_bytes + 4 * rows * 4 * (16 + 1) + 2 * keys * 4 * (16 + 8)
 
 
 @pytest.mark.parametrize("model_type", ["qwen3_moe", "granitemoehybrid"])
@@ -348,7 +348,7 @@ def test_a_deep_model_is_counted_by_a_few_layers(
         lambda *given: depths.append(given[0]) or model_of_config(*given),
     )
     few = MemoryCounter(model, settings, DistCAConfig(), by_config=True).count(plan, training)
-    assert [each.num_hidden_layers for each in depths] == [2 * period]
+    assert [counted_config.num_hidden_layers for counted_config in depths] == [2 * period]
     monkeypatch.setattr(counter, "repeated_layers", lambda _: None)
     assert (
         MemoryCounter(model, settings, DistCAConfig(), by_config=True).count(plan, training) == few

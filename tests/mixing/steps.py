@@ -38,14 +38,14 @@ def cut_plan(
     """The plan of a micro-batch whose nano-batches lie on the ranks as given; documents are
     numbered over all.
     """
-    every = np.array(lengths, np.int64)
+    lengths_array = np.array(lengths, np.int64)
     nanos = []
     for ranks in nano_batches:
         cut = [(*segment, rank) for rank, segments in enumerate(ranks) for segment in segments]
         numbers, starts, stops, holders = np.array(cut).T
         documents, numbers = np.unique(numbers, return_inverse=True)
         segments = table_of(SEGMENT, document=numbers, start=starts, stop=stops, rank=holders)
-        layout = assemble(every[documents], segments, len(ranks))
+        layout = assemble(lengths_array[documents], segments, len(ranks))
         nanos.append(
             NanoBatch(
                 documents,
@@ -53,7 +53,7 @@ def cut_plan(
                 {kind: balance(layout, kind, settings) for kind in settings.kinds},
             )
         )
-    return finished(every, nanos, settings, stages=1)
+    return finished(lengths_array, nanos, settings, stages=1)
 
 
 class Step(NamedTuple):

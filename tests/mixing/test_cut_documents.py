@@ -126,7 +126,7 @@ def _exchanged(model_type: str, options: dict) -> tuple[list[tuple[str, torch.dt
 @pytest.mark.parametrize("model_type", ["qwen3_next", "falcon_h1"])
 def test_all_ranks_exchange_in_the_same_order(rank_pools, model_type):
     ranks = rank_pools[3].run(_exchanged, model_type, {"checkpointing": False})
-    assert all(found == (ranks[0][0], 0) for found in ranks)
+    assert all(exchanges == (ranks[0][0], 0) for exchanges in ranks)
     first = [name for name, _ in ranks[0][0]]
     # A document of each nano-batch is cut: halos of both, states of both. The second's gradients
     # come first.

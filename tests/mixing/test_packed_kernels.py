@@ -66,7 +66,9 @@ def mamba_chunk_scan_combined(
     options = {"D": D, "dt_bias": dt_bias, "dt_softplus": dt_softplus, "dt_limit": dt_limit}
     results = [
         _scan(x_, dt_, A, B_, C_, chunk_size, return_final_states=return_final_states, **options)
-        for x_, dt_, B_, C_ in zip(*(each.split(sizes, 1) for each in (x, dt, B, C)), strict=True)
+        for x_, dt_, B_, C_ in zip(
+            *(tensor.split(sizes, 1) for tensor in (x, dt, B, C)), strict=True
+        )
     ]
     return results[0] if return_final_states else torch.cat(results, 1)
 

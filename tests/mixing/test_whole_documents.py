@@ -192,6 +192,6 @@ def test_outside_a_planned_step_nothing_changes(model_type):
     tokens = torch.arange(3, 40)[None]
     torch.testing.assert_close(model(tokens).logits, plain(tokens).logits)
     names, plain_names = (
-        [type(module).__name__ for module in each.modules()] for each in (model, plain)
+        [type(module).__name__ for module in compared.modules()] for compared in (model, plain)
     )
     assert names == plain_names

@@ -21,9 +21,9 @@ BROKEN = {"fla-core": "0.6.0", "triton": "3.6.0", "tilelang": None}
 
 
 def test_versions_and_gpus_that_have_the_fault():
-    said = backward_fault((9, 0), BROKEN)
-    assert said is not None
-    assert said.startswith(
+    message = backward_fault((9, 0), BROKEN)
+    assert message is not None
+    assert message.startswith(
         "fla 0.6.0 raises in the backward of gated delta rules on Hopper with Triton 3.6.0"
     )
 

@@ -70,18 +70,18 @@ MODELS = {
 def test_kinds_are_those_that_the_layers_have(model_type, monkeypatch):
     config, expected = MODELS[model_type]
     model = small_model(model_type, **config).train()
-    found = {}
+    kinds = {}
 
     def attend(module, query, key, value, mask, *args, **kwargs):
         window = kwargs.get("sliding_window")
         chunk = attention_chunk(module)
         sizes = query.shape[1], key.shape[1], query.shape[3], value.shape[3]
-        found[AttentionKind(window, *sizes, chunk)] = None
+        kinds[AttentionKind(window, *sizes, chunk)] = None
         return distca_attention(module, query, key, value, mask, *args, **kwargs)
 
     monkeypatch.setitem(AttentionInterface._global_mapping, "distca", attend)
     model(input_ids=torch.arange(3, 11)[None])
-    assert list(found) == expected
+    assert list(kinds) == expected
     assert list(layers_by_kind(model)) == expected
 
 

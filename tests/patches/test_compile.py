@@ -51,20 +51,20 @@ def _steps(
         modules = {"layers": [layer], "inner modules": inner, "attention": [layer.self_attn]}
         for module in modules.get(parts, []):
             module.compile(backend="eager")
-    found = []
+    steps = []
     breaks = []
     graphs = []
     for lengths in BATCHES:
         model.zero_grad()
         bound = dispatcher.bind(plan_micro_batch(lengths, dispatcher.settings))
-        found.append(planned_step(compiled, bound, random_documents(lengths)))
+        steps.append(planned_step(compiled, bound, random_documents(lengths)))
         breaks.append(Counter())
         for why, count in counters["graph_break"].items():
             breaks[-1][
                 next((known for known in (CORE_ATTENTION, TURNS, LOGITS) if known in why), why)
             ] += count
         graphs.append(counters["stats"]["unique_graphs"])
-    return found, breaks, graphs
+    return steps, breaks, graphs
 
 
 @pytest.mark.parametrize(
@@ -79,8 +79,8 @@ def _steps(
 def test_core_attention_alone_stays_uncompiled(
     rank_pools, parts, ping_pong, checkpointing, broken_by
 ):
-    ((found, breaks, graphs),) = rank_pools[1].run(_steps, parts, ping_pong, checkpointing)
-    for lengths, got in zip(BATCHES, found, strict=True):
+    ((steps, breaks, graphs),) = rank_pools[1].run(_steps, parts, ping_pong, checkpointing)
+    for lengths, got in zip(BATCHES, steps, strict=True):
         assert_same_step(got, reference_step(small_model(), random_documents(lengths)))
     assert set(breaks[-1]) == broken_by
     # What is traced for one length, and then for any, serves every plan that follows.

@@ -164,12 +164,12 @@ def test_many_chunks_add_up_without_rounding_each_time():
     hidden_TD = torch.rand(512, 4).bfloat16()
     weight_VD = torch.randn(7, 4).bfloat16()
     target_T = torch.randint(7, (512,))
-    found = []
+    gradients = []
     for dtype, steps, rows in ((torch.bfloat16, [Tensor.float], 1), (torch.float64, [], 512)):
         of_dtype = weight_VD.to(dtype).requires_grad_()
         loss = loss_of_linear(hidden_TD.to(dtype), of_dtype, None, target_T, -100, steps, rows)
-        found.append((loss.item(), *torch.autograd.grad(loss, of_dtype)))
-    (loss, grad_VD), (exact_loss, exact_VD) = found
+        gradients.append((loss.item(), *torch.autograd.grad(loss, of_dtype)))
+    (loss, grad_VD), (exact_loss, exact_VD) = gradients
     assert loss == pytest.approx(exact_loss, rel=2e-3)
     assert relative_error(grad_VD, exact_VD) < 5e-3
 

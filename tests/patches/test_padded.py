@@ -125,22 +125,22 @@ def compare_with_stock(
     config = DistCAConfig(tokens_per_rank=64, exchange_timeout=30.0, **settings)
     dispatcher = pack_padded(model, config, torch.device("cpu"))
     try:
-        found, gradient = outputs_and_gradients(model, batch)
+        outputs, gradient = outputs_and_gradients(model, batch)
         is_token_BL = batch["attention_mask"].bool()
         if bool((batch["labels"] != -100).any()):
-            torch.testing.assert_close(found.loss, expected.loss, rtol=1e-5, atol=1e-6)
+            torch.testing.assert_close(outputs.loss, expected.loss, rtol=1e-5, atol=1e-6)
         torch.testing.assert_close(gradient, expected_gradient, rtol=2e-4, atol=2e-6)
         torch.testing.assert_close(
-            found.logits[is_token_BL], expected.logits[is_token_BL], rtol=1e-4, atol=1e-5
+            outputs.logits[is_token_BL], expected.logits[is_token_BL], rtol=1e-4, atol=1e-5
         )
         for hidden, expected_hidden in zip(
-            found.hidden_states, expected.hidden_states, strict=True
+            outputs.hidden_states, expected.hidden_states, strict=True
         ):
             torch.testing.assert_close(
                 hidden[is_token_BL], expected_hidden[is_token_BL], rtol=1e-4, atol=1e-5
             )
-        assert torch.count_nonzero(found.hidden_states[-1][~is_token_BL]) == 0
-        assert found.past_key_values is None
+        assert torch.count_nonzero(outputs.hidden_states[-1][~is_token_BL]) == 0
+        assert outputs.past_key_values is None
     finally:
         dispatcher.close()
 
@@ -498,12 +498,12 @@ def compare_shared_with_stock(
     try:
         expected, expected_gradient = outputs_and_gradients(stock, batch)
         with patch.object(prefixes, "BLOCK", block):
-            found, gradient = outputs_and_gradients(model, batch)
+            outputs, gradient = outputs_and_gradients(model, batch)
             planned = next(iter(batches._plans.values())).result()
         is_token_BL = batch["attention_mask"].bool()
-        torch.testing.assert_close(found.loss, expected.loss, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(outputs.loss, expected.loss, rtol=1e-5, atol=1e-6)
         torch.testing.assert_close(gradient, expected_gradient, rtol=2e-4, atol=2e-6)
-        for one, other in zip(found.hidden_states, expected.hidden_states, strict=True):
+        for one, other in zip(outputs.hidden_states, expected.hidden_states, strict=True):
             torch.testing.assert_close(one[is_token_BL], other[is_token_BL], rtol=1e-4, atol=1e-5)
         return planned.shared_rows, planned.computed_rows, max(stages)
     finally:

@@ -76,16 +76,16 @@ def embeddings(model: Any, rotary: nn.Module, run: Any) -> list[tuple[Tensor, Te
     """Cos and sin of a rotary embedding while a model runs, by type of layer: models call it in any
     order.
     """
-    found: dict[str, tuple[Tensor, Tensor]] = {}
+    calls: dict[str, tuple[Tensor, Tensor]] = {}
 
     def note(_module: nn.Module, args: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-        found[args[-1] if isinstance(args[-1], str) else ""] = output
+        calls[args[-1] if isinstance(args[-1], str) else ""] = output
 
     handle = rotary.register_forward_hook(note)
     with torch.no_grad():
         run(model)
     handle.remove()
-    return [found[layer_type] for layer_type in sorted(found)]
+    return [calls[layer_type] for layer_type in sorted(calls)]
 
 
 def _rows_of_rank(
@@ -108,8 +108,8 @@ def _rows_of_rank(
         batch = {**cut_rows(plan, dist.get_rank(), documents), "distca_plan": dispatcher.bind(plan)}
         del batch["shift_labels"]
         with torch.autocast("cpu", dtype, enabled=dtype is not None):
-            found = embeddings(model, rotary, lambda model: model(**batch))
-        return list(plan.held_by(dist.get_rank())), found
+            rotations = embeddings(model, rotary, lambda model: model(**batch))
+        return list(plan.held_by(dist.get_rank())), rotations
 
     step([120, 3])
     for name, buffer in rotary.named_buffers():
@@ -121,9 +121,9 @@ def _rows_of_rank(
 @pytest.mark.parametrize("kind", MODELS)
 def test_each_row_is_rotated_as_in_its_document_alone(rank_pools, kind):
     cut = False
-    for held, calls in rank_pools[2].run(_rows_of_rank, kind, None):
+    for segments, calls in rank_pools[2].run(_rows_of_rank, kind, None):
         at = 0
-        for document, start, stop in held:
+        for document, start, stop in segments:
             model = model_of(kind, "eager")
             tokens = random_documents(LENGTHS)[document][None]
             alone = embeddings(
@@ -131,8 +131,8 @@ def test_each_row_is_rotated_as_in_its_document_alone(rank_pools, kind):
             )
             assert len(alone) == len(calls) == (2 if kind == "layer types" else 1)
             for got, expected in zip(calls, alone, strict=True):
-                for ours, stock in zip(got, expected, strict=True):
-                    assert torch.equal(ours[:, at : at + stop - start], stock[:, start:stop]), (
+                for planned, stock in zip(got, expected, strict=True):
+                    assert torch.equal(planned[:, at : at + stop - start], stock[:, start:stop]), (
                         document,
                         start,
                     )

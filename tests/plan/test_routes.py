@@ -69,8 +69,8 @@ def halves(q_lens, k_lens, window=None):
         q, k, np.arange(q.sum()), np.arange(k.sum()), q if window else q * (2 * k - q + 1) // 2
     )
     return [
-        (list(zip(*(each.tolist() for each in (half.q_lens, half.k_lens)), strict=True)),
-         *(each.tolist() for each in (half.q_rows, half.k_rows, half.task_pairs)))
+        (list(zip(*(tensor.tolist() for tensor in (half.q_lens, half.k_lens)), strict=True)),
+         *(tensor.tolist() for tensor in (half.q_rows, half.k_rows, half.task_pairs)))
         for half in group.halves(window)
     ]  # fmt: skip
 
@@ -182,10 +182,10 @@ def test_routes_carry_the_bytes_that_are_counted(plan, stage_rows):
             for stage in mine.stages
             for group in (stage.remote_query, stage.remote_query_prefix)
         ]
-        here = [mine.local.pairs, *(stage.remote_kv.pairs for stage in mine.stages)]
+        local_pairs = [mine.local.pairs, *(stage.remote_kv.pairs for stage in mine.stages)]
         if plan.window is None:
             assert counted.local.pairs[worker] == mine.local.pairs
-        assert counted.local.pairs[worker] + counted.remote_kv.pairs[worker] == sum(here)
+        assert counted.local.pairs[worker] + counted.remote_kv.pairs[worker] == sum(local_pairs)
         assert counted.remote_query.pairs[worker] == sum(asked)
     assert loads_of(plan).tolist() == loads_by_row(plan)
     assert (loads_of(plan, 3) - loads_of(plan)).sum() == 3 * plan.layout.own_lengths.sum()
@@ -211,7 +211,7 @@ def test_bytes_within_and_between_nodes():
         ([[4], [], [], []], [(0, 0, 2, 0), (0, 2, 4, 1)]),
         ([[], [4], [], []], [(0, 0, 2, 1), (0, 2, 4, 3)]),
     )
-    within, between = (bytes_by_link(plan_of(*each), BYTES, NODES) for each in others)
+    within, between = (bytes_by_link(plan_of(*tasks), BYTES, NODES) for tasks in others)
     added = forwarded + within + between
     assert exchange_figures(added, NODES) == ExchangeFigures(
         bytes_total=6750,

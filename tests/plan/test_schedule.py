@@ -249,7 +249,7 @@ def test_ranks_issue_the_same_transfers_whatever_tasks_they_have(direction, turn
 
 def steps(phase):
     """What happens in a phase, one thing after another."""
-    return [(verb, each) for verb in ("wait", "run", "send") for each in getattr(phase, verb)]
+    return [(verb, operand) for verb in ("wait", "run", "send") for operand in getattr(phase, verb)]
 
 
 @pytest.mark.parametrize(

@@ -39,9 +39,9 @@ def drawn_plans(draw, most_ranks=4, most_servers=2, with_nodes=False, with_branc
     branches = draw(drawn_branches(own_lengths)) if with_branches else None
     starts = branches.starts.tolist() if branches else [0] * len(own_lengths)
     lengths = [start + length for start, length in zip(starts, own_lengths, strict=True)]
-    held, tasks = [], []
+    held_rows, tasks = [], []
     for document, (start, length) in enumerate(zip(starts, lengths, strict=True)):
-        for pieces, most in ((held, ranks - 1), (tasks, workers - 1)):
+        for pieces, most in ((held_rows, ranks - 1), (tasks, workers - 1)):
             rows = st.integers(start + 1, length)
             cuts = sorted(draw(st.sets(rows, max_size=4)) | {start, length})
             pieces += [
@@ -49,7 +49,7 @@ def drawn_plans(draw, most_ranks=4, most_servers=2, with_nodes=False, with_branc
             ]
     segments, filled = [], [0] * ranks
     for rank, document, start, stop in sorted(
-        draw(st.permutations(held)), key=lambda segment: segment[0]
+        draw(st.permutations(held_rows)), key=lambda segment: segment[0]
     ):
         segments.append((document, start, stop, rank, filled[rank]))
         filled[rank] += stop - start
@@ -119,16 +119,16 @@ def visible(group, window, causal):
     with a window.
     """
     assert (group.q_lens.sum(), group.k_lens.sum()) == (len(group.q_rows), len(group.k_rows))
-    found, q_end, k_end = [], 0, 0
-    tasks = (each.tolist() for each in (group.q_lens, group.k_lens, group.task_pairs))
+    visible_rows, q_end, k_end = [], 0, 0
+    tasks = (array.tolist() for array in (group.q_lens, group.k_lens, group.task_pairs))
     for q_len, k_len, pairs in zip(*tasks, strict=True):
         q_end, k_end = q_end + q_len, k_end + k_len
         for i, j in itertools.product(range(-q_len, 0), range(-k_len, 0)):
             if not causal or (j <= i and (window is None or i - j < window)):
-                found.append((int(group.q_rows[q_end + i]), int(group.k_rows[k_end + j])))
+                visible_rows.append((int(group.q_rows[q_end + i]), int(group.k_rows[k_end + j])))
                 pairs -= 1
         assert pairs == 0
-    return found
+    return visible_rows
 
 
 def carried_out(plan):
@@ -150,12 +150,12 @@ def carried_out(plan):
         assert mine.local_rows == len(local[worker])
         # (rank, local row, value) of what the numbers of a group stand for; results go to that rank
         # and row.
-        held = [(worker, row, value) for row, value in enumerate(local[worker])]
-        calls = [(mine.local, held, held, True)]
+        held_rows = [(worker, row, value) for row, value in enumerate(local[worker])]
+        calls = [(mine.local, held_rows, held_rows, True)]
         asked_for = set()
         for stage, theirs in zip(mine.stages, keys, strict=True):
             calls += [
-                (stage.remote_kv, held, theirs[worker], plan.window is not None),
+                (stage.remote_kv, held_rows, theirs[worker], plan.window is not None),
                 (stage.remote_query, queries[worker], theirs[worker], True),
                 (stage.remote_query_prefix, queries[worker], theirs[worker], False),
             ]
@@ -168,10 +168,16 @@ def carried_out(plan):
             asked_for |= {row for group, *_ in calls[-2:] for row in group.q_rows}
         assert asked_for == set(range(len(queries[worker])))
         assert all(rank != worker for rank, *_ in queries[worker])
-        came = [theirs[worker] for theirs in keys]
+        rows_of_exchange = [theirs[worker] for theirs in keys]
         # With a window, rows that windows of two stages reach travel twice.
-        exchanges = [queries[worker], *(came if plan.window else [list(itertools.chain(*came))])]
-        assert all(len({row[:2] for row in received}) == len(received) for received in exchanges)
+        exchanges = [
+            queries[worker],
+            *(rows_of_exchange if plan.window else [list(itertools.chain(*rows_of_exchange))]),
+        ]
+        assert all(
+            len({row[:2] for row in rows_of_exchange}) == len(rows_of_exchange)
+            for rows_of_exchange in exchanges
+        )
         for group, asking, asked, causal in calls:
             # Else results would be written to a row twice at once.
             assert len(set(group.q_rows.tolist())) == len(group.q_rows)

@@ -36,14 +36,14 @@ def check_layout(layout: Layout) -> None:
     """Every row of every document once; each rank's rows [0, n) without a gap, in the order of
     segments.
     """
-    every = [
+    all_rows = [
         (document, row)
         for document, (start, stop) in enumerate(
             zip(layout.own_starts, layout.lengths, strict=True)
         )
         for row in range(start, stop)
     ]
-    assert sorted(rows_of(layout.segments)) == every
+    assert sorted(rows_of(layout.segments)) == all_rows
     filled = [0] * layout.ranks
     assert sorted(layout.segments["rank"]) == layout.segments["rank"].tolist()
     for _, start, stop, rank, offset in layout.segments.tolist():

@@ -148,8 +148,8 @@ def test_the_packer_is_a_search_through_all_bins(items, rooms, preference, overf
 
 @pytest.mark.parametrize(("capacity", "bin_of_document"), [(7, [0, 1, 1, 0]), (6, None)])
 def test_evenly_each_document_goes_to_the_emptiest_bin(capacity, bin_of_document):
-    found = place_evenly(np.array([5, 4, 3, 2]), np.arange(4), 2, capacity)
-    assert (found if found is None else found.tolist()) == bin_of_document
+    bins = place_evenly(np.array([5, 4, 3, 2]), np.arange(4), 2, capacity)
+    assert (bins if bins is None else bins.tolist()) == bin_of_document
 
 
 @pytest.mark.parametrize(
@@ -208,8 +208,8 @@ def test_halves_of_about_equal_tokens(lengths, groups):
     ],
 )
 def test_documents_of_two_nano_batches(lengths, ranks, nano_batches):
-    found = split_documents(np.array(lengths), ranks)
-    assert (found and [documents.tolist() for documents in found]) == nano_batches
+    divided = split_documents(np.array(lengths), ranks)
+    assert (divided and [documents.tolist() for documents in divided]) == nano_batches
 
 
 @given(st.lists(st.integers(1, 100), min_size=1, max_size=60), st.integers(100, 400))

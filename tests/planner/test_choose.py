@@ -61,7 +61,7 @@ def chosen(
 
 def exchanges(plan) -> bool:
     plans = [of_kind for nano in plan.nano_batches for of_kind in nano.plans.values()]
-    return any(bytes_moved(each, RowBytes()).any() for each in plans)
+    return any(bytes_moved(kind_plan, RowBytes()).any() for kind_plan in plans)
 
 
 def test_documents_are_shared_where_links_are_fast_and_not_where_they_are_slow():
@@ -218,13 +218,13 @@ def test_the_search_finds_what_trying_everything_finds(ranks, bandwidth):
 @pytest.mark.parametrize("groups", [True, False])
 def test_a_slower_rank_gets_less_to_do(groups):
     """It takes twice as long for everything, and has equally many rows in the joint layout."""
-    of_plans = PlanSettings(4, 64, (KIND,), balance_block_size=4, ranks_per_node=2)
-    of_costs = (
+    settings = PlanSettings(4, 64, (KIND,), balance_block_size=4, ranks_per_node=2)
+    costs_of_plans = (
         replace(costs(FREE, FREE), slowness=slowness) for slowness in ((), (1.0, 1.0, 1.0, 2.0))
     )
     alike, uneven = (
-        plan_micro_batch([240], replace(of_plans, choices=Choices(each, groups=groups)))
-        for each in of_costs
+        plan_micro_batch([240], replace(settings, choices=Choices(step_costs, groups=groups)))
+        for step_costs in costs_of_plans
     )
     loads = [
         sum(loads_of(nano.plans[KIND]) for nano in plan.nano_batches) for plan in (alike, uneven)

@@ -243,19 +243,19 @@ def test_every_arrangement_is_a_plan_within_its_groups(drawn, nano_batches, even
     of_plans = PlanSettings(ranks, tokens, (kind,), balance_block_size=4, ranks_per_node=nodes)
     for sizes in partitions(nodes):
         placing = placed(lengths, sizes, tokens, lengths.astype(float) ** 2)
-        found = placing and nano_batches_in_groups(
+        arrangement = placing and nano_batches_in_groups(
             lengths, placing, of_plans, costs(), nano_batches, evenly=evenly
         )
-        if found is None:
+        if arrangement is None:
             continue
-        assert len(found) == nano_batches
-        assert sorted(np.concatenate([nano.documents for nano in found]).tolist()) == list(
+        assert len(arrangement) == nano_batches
+        assert sorted(np.concatenate([nano.documents for nano in arrangement]).tolist()) == list(
             range(len(lengths))
         )
-        assert np.sum([nano.layout.tokens for nano in found], axis=0).max() <= tokens
-        assert min(nano.layout.tokens.min() for nano in found) > 0
+        assert np.sum([nano.layout.tokens for nano in arrangement], axis=0).max() <= tokens
+        assert min(nano.layout.tokens.min() for nano in arrangement) > 0
         group_of = np.repeat(np.arange(len(sizes)), sizes)
-        for nano in found:
+        for nano in arrangement:
             plan = nano.plans[kind]
             check_plan(plan)
             assert nano.layout.lengths.tolist() == lengths[nano.documents].tolist()

@@ -33,10 +33,15 @@ def shared(sequences, most_rows=MANY):
     return share_prefixes(list(map(len, sequences)), list(map(hashes_of, tokens)), most_rows)
 
 
-def described(found):
+def described(prefixes):
     """[(parent, first row, one past the last row, owner)] of documents, and where sequences end."""
-    columns = (found.branches.parents, found.branches.starts, found.lengths, found.owners)
-    return [tuple(map(int, row)) for row in zip(*columns, strict=True)], found.ends.tolist()
+    columns = (
+        prefixes.branches.parents,
+        prefixes.branches.starts,
+        prefixes.lengths,
+        prefixes.owners,
+    )
+    return [tuple(map(int, row)) for row in zip(*columns, strict=True)], prefixes.ends.tolist()
 
 
 @pytest.mark.usefixtures("blocks_of_two")
@@ -49,8 +54,8 @@ class TestSharedPrefixes:
 
     def test_a_branch_begins_at_a_block(self):
         # The fifth token is equal too, but it lies in a block that differs.
-        found = shared([[1, 2, 3, 4, 5, 6], [1, 2, 3, 4, 5, 7, 8]])
-        assert described(found) == ([(-1, 0, 4, 0), (0, 4, 6, 0), (0, 4, 7, 1)], [1, 2])
+        prefixes = shared([[1, 2, 3, 4, 5, 6], [1, 2, 3, 4, 5, 7, 8]])
+        assert described(prefixes) == ([(-1, 0, 4, 0), (0, 4, 6, 0), (0, 4, 7, 1)], [1, 2])
 
     def test_equal_sequences_are_one(self):
         assert described(shared([[1, 2, 3]] * 3)) == ([(-1, 0, 3, 0)], [0, 0, 0])
@@ -59,9 +64,9 @@ class TestSharedPrefixes:
         assert described(shared([[1, 2], [1, 2, 3, 4]])) == ([(-1, 0, 4, 1)], [0, 0])
 
     def test_trees_of_several_levels(self):
-        found = shared([[1, 2, 3, 4, 5], [1, 2, 3, 4, 6], [1, 2, 7]])
+        prefixes = shared([[1, 2, 3, 4, 5], [1, 2, 3, 4, 6], [1, 2, 7]])
         documents = [(-1, 0, 2, 0), (0, 2, 4, 0), (1, 4, 5, 0), (1, 4, 5, 1), (0, 2, 3, 2)]
-        assert described(found) == (documents, [2, 3, 4])
+        assert described(prefixes) == (documents, [2, 3, 4])
 
     def test_equal_blocks_after_different_ones_are_not_shared(self):
         assert len(shared([[1, 2, 5, 6], [3, 4, 5, 6]]).lengths) == 2
@@ -75,27 +80,27 @@ class TestSharedPrefixes:
 
     def test_a_tree_that_does_not_fit_is_divided_at_its_root(self):
         sequences = [[1, 2, 3, 4, 5], [1, 2, 3, 4, 6], [1, 2, 7]]
-        found = shared(sequences, most_rows=6)
+        prefixes = shared(sequences, most_rows=6)
         documents = [(-1, 0, 4, 0), (0, 4, 5, 0), (0, 4, 5, 1), (-1, 0, 3, 2)]
-        assert described(found) == (documents, [1, 2, 3])
+        assert described(prefixes) == (documents, [1, 2, 3])
 
     @given(
         st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=9), min_size=1, max_size=8),
         st.integers(1, 40),
     )
     def test_every_sequence_is_its_path(self, sequences, most_rows):
-        found = shared(sequences, most_rows)
+        prefixes = shared(sequences, most_rows)
         ends = np.zeros(len(sequences), ROWS)
-        ends["document"], ends["stop"] = found.ends, list(map(len, sequences))
-        pieces, sequence_of = along_paths(ends, found.branches)
+        ends["document"], ends["stop"] = prefixes.ends, list(map(len, sequences))
+        pieces, sequence_of = along_paths(ends, prefixes.branches)
         read = [[] for _ in sequences]
         for (document, start, stop), sequence in zip(
             pieces.tolist(), sequence_of.tolist(), strict=True
         ):
             assert len(read[sequence]) == start
-            read[sequence] += sequences[found.owners[document]][start:stop]
+            read[sequence] += sequences[prefixes.owners[document]][start:stop]
         assert read == sequences
-        trees = Forest.of(found.lengths, found.branches).tree_lengths
+        trees = Forest.of(prefixes.lengths, prefixes.branches).tree_lengths
         assert all(rows <= max(most_rows, 9) for rows in trees.tolist())
         assert sum(trees) <= sum(map(len, sequences))
 

@@ -64,9 +64,9 @@ def exceeded(values, bounds):
     """Quantiles above their bounds, by quantile: (found, bound)."""
     quantiles = np.quantile(values, QUANTILES)
     return {
-        quantile: (found, bound)
-        for quantile, found, bound in zip(QUANTILES, quantiles, bounds, strict=True)
-        if found > MARGIN * bound + 0.01
+        quantile: (value, bound)
+        for quantile, value, bound in zip(QUANTILES, quantiles, bounds, strict=True)
+        if value > MARGIN * bound + 0.01
     }
 
 

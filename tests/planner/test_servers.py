@@ -85,11 +85,11 @@ def test_the_summary_counts_both_nano_batches(ranks_serve):
     ]
     plans = [only for nano in plan.nano_batches for only in nano.plans.values()]
     assert len(plans) == 2
-    moved = np.sum([bytes_moved(each, RowBytes()) for each in plans], axis=0)
+    moved = np.sum([bytes_moved(kind_plan, RowBytes()) for kind_plan in plans], axis=0)
     assert plan.summary.exchange.bytes_bottleneck == moved.max()
     assert plan.summary.packed_max_over_mean == before.summary.packed_max_over_mean
     # Every rank has its base load once for each nano-batch.
-    cost = np.sum([loads_of(each, 32) for each in plans], axis=0)
+    cost = np.sum([loads_of(kind_plan, 32) for kind_plan in plans], axis=0)
     finishing = (np.array([4e5, 4e5, 0, 0]) + cost / [1, 1, 2, 1])[0 if ranks_serve else 2 :]
     assert plan.summary.max_over_mean == pytest.approx(finishing.max() / finishing.mean())
     assert 1 < plan.summary.max_over_mean < 1.02
@@ -227,11 +227,11 @@ def test_every_lost_row_is_computed_once_and_the_busiest_rank_is_never_later_tha
     settings = replace(settings_of(ranks, block, **options), kinds=(kind,))
     lost = range(ranks, plan.workers)
     repair, local = plan_lost(plan, lost, kind, settings, pairs_per_second), local_tasks(plan, lost)
-    held = [rows_of(plan.layout.of_rank(rank)) for rank in range(ranks)]
+    rows_of_ranks = [rows_of(plan.layout.of_rank(rank)) for rank in range(ranks)]
     for rank in range(ranks):
-        assert set(rows_of(local.tasks[local.tasks["worker"] == rank])) <= set(held[rank])
-    wanted = sorted(rows_of(plan.tasks[plan.tasks["worker"] >= ranks]))
-    assert sorted(rows_of(repair.tasks)) == sorted(rows_of(local.tasks)) == wanted
+        assert set(rows_of(local.tasks[local.tasks["worker"] == rank])) <= set(rows_of_ranks[rank])
+    lost_rows = sorted(rows_of(plan.tasks[plan.tasks["worker"] >= ranks]))
+    assert sorted(rows_of(repair.tasks)) == sorted(rows_of(local.tasks)) == lost_rows
     assert seconds_of(repair, kind, settings, pairs_per_second) <= seconds_of(
         local, kind, settings, pairs_per_second
     )
@@ -247,10 +247,10 @@ def test_every_lost_row_is_computed_once_and_the_busiest_rank_is_never_later_tha
     # Carried out, each of these rows sees its keys once, and other rows see nothing.
     seen, _ = carried_out(repair)
     by_row = {
-        held[rank][number]: Counter(keys)
+        rows_of_ranks[rank][number]: Counter(keys)
         for rank in range(ranks)
         for number, keys in seen[rank].items()
     }
     assert by_row == {
-        (document, row): Counter(keys_of(plan, document, row)) for document, row in wanted
+        (document, row): Counter(keys_of(plan, document, row)) for document, row in lost_rows
     }

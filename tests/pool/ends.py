@@ -135,9 +135,9 @@ def data_of(plan, call, seed=0):
     dq, dk, dv = kernel.backward(do, q, k, v, o, lse, shapes, params_of(call))
     columns = {"q": q, "k": k, "v": v, "do": do, "o": o, "lse": lse, "dq": dq, "dk": dk, "dv": dv}
     segments = [layout.of_rank(rank) for rank in range(layout.ranks)]
-    counts = [int((each["stop"] - each["start"]).sum()) for each in segments]
+    counts = [int((segment["stop"] - segment["start"]).sum()) for segment in segments]
     of_ranks = zip(*(x.split(counts) for x in columns.values()), strict=True)
-    return [dict(zip(columns, each, strict=True)) for each in of_ranks]
+    return [dict(zip(columns, segment, strict=True)) for segment in of_ranks]
 
 
 class FakeRank:
@@ -158,14 +158,14 @@ class FakeRank:
     def start(self, call, data):
         """Send this rank's rows."""
         rows = data[self.rank]
-        came = {
+        results = {
             spec.name: self._memory.empty(spec, len(rows[spec.name])).fill_(np.nan)
             for spec in call.reply()
         }
         sent, ready = self._memory.stage(
             [rows[spec.name].to(getattr(torch, spec.dtype)) for spec in call.request()]
         )
-        return self.link.call(call, sent, came, ready), rows
+        return self.link.call(call, sent, results, ready), rows
 
     def finish(self, started, tolerance=2e-4):
         """Wait for the reply and compare it."""
@@ -185,8 +185,8 @@ def run_calls(ranks, plan_id, nano_batches, call_id=0, tolerance=2e-4, **options
                 call = make_call(call_id, plan_id, index, kind, direction, **options)
                 data = data_of(plan, call, call_id)
                 started = [rank.start(call, data) for rank in ranks]
-                for rank, each in zip(ranks, started, strict=True):
-                    rank.finish(each, tolerance)
+                for rank, started_call in zip(ranks, started, strict=True):
+                    rank.finish(started_call, tolerance)
                     assert rank.replies[-1].call_id == call_id
                 call_id += 1
     return call_id

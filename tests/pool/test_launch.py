@@ -120,8 +120,8 @@ def test_servers_of_the_same_launch(tmp_path):
         json.dumps({"lengths": LENGTHS, **PLANNED, **trained, **options})
     )
     codes = run_in_forks("zero2", Path(__file__), [str(tmp_path)], tmp_path, ranks=4)
-    said = printed(tmp_path)
-    assert set(codes) == {0}, said[-6000:]
+    lines = printed(tmp_path)
+    assert set(codes) == {0}, lines[-6000:]
     world_size, history = json.loads((tmp_path / "history").read_text())
     assert world_size == 2
     losses = [entry["loss"] for entry in history if "loss" in entry]
@@ -133,7 +133,7 @@ def test_servers_of_the_same_launch(tmp_path):
     assert numbers[0] == 2
     assert min(numbers) == 1
     assert numbers[-1] == 2
-    assert re.findall(r"takes part: .* rows travel over (\w+)", said) == [TRANSPORT.upper()] * 3
+    assert re.findall(r"takes part: .* rows travel over (\w+)", lines) == [TRANSPORT.upper()] * 3
 
 
 class Coming(TrainerCallback):
@@ -203,13 +203,13 @@ def opened_where_rank_1_lacks_nixl(port):
 @needs_nixl
 def test_nixl_that_one_rank_lacks_is_an_error_on_every_rank(rank_pools):
     port = free_port()
-    for said in rank_pools[2].run(opened_where_rank_1_lacks_nixl, port):
+    for message in rank_pools[2].run(opened_where_rank_1_lacks_nixl, port):
         assert (
             "rank 1: attention_server_transport='nixl' cannot be used: NIXL is not installed"
-            in said
+            in message
         )
-        assert "install nixl-cu12" in said
-        assert "rank 0" not in said
+        assert "install nixl-cu12" in message
+        assert "rank 0" not in message
     socket.create_server(("127.0.0.1", port)).close()  # no directory is left there
 
 
@@ -363,10 +363,12 @@ def test_a_server_that_dies_is_followed_by_another(tmp_path, reported):
     )
     lines = reported(["sh", "-c", script])
     assert starts.read_text() == "the token\n" * 3
-    said = r"process \d+ was killed by signal 9; training goes on, and another one starts in 0.01 s"
+    message = (
+        r"process \d+ was killed by signal 9; training goes on, and another one starts in 0.01 s"
+    )
     assert len(lines) == 2
-    assert re.search(said, lines[0])
-    assert re.search(said, lines[1])
+    assert re.search(message, lines[0])
+    assert re.search(message, lines[1])
 
 
 @pytest.mark.parametrize(
@@ -381,20 +383,20 @@ def test_a_server_that_cannot_serve_is_given_up(reported, command, starts):
 
 
 def test_a_server_that_does_not_end_with_training_is_killed(capfd, reported):
-    found = []
+    servers = []
 
     def has_ended():
-        found.extend(map(int, re.findall(r"process (\d+) serves", capfd.readouterr().err)))
-        os.kill(found[0], signal.SIGSTOP)  # nothing but SIGKILL ends it then
+        servers.extend(map(int, re.findall(r"process (\d+) serves", capfd.readouterr().err)))
+        os.kill(servers[0], signal.SIGSTOP)  # nothing but SIGKILL ends it then
         return True
 
     try:
         assert reported(["sleep", "infinity"], has_ended) == []
         with pytest.raises(ProcessLookupError):
-            os.kill(found[0], 0)
+            os.kill(servers[0], 0)
     finally:
         with suppress(ProcessLookupError):
-            os.kill(found[0], signal.SIGKILL)
+            os.kill(servers[0], signal.SIGKILL)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
@@ -411,7 +413,7 @@ def test_a_server_ends_with_its_parent(number):
     with subprocess.Popen(program, stderr=subprocess.PIPE, text=True) as parent:
         lines = iter(parent.stderr.readline, "")
         pid = next(
-            int(found[1]) for line in lines if (found := re.search(r"process (\d+) serves", line))
+            int(match[1]) for line in lines if (match := re.search(r"process (\d+) serves", line))
         )
         parent.send_signal(number)
         assert parent.wait(20) == (0 if number == signal.SIGTERM else -signal.SIGKILL)

@@ -73,12 +73,14 @@ def taken(far):
 def test_calls_leave_when_they_are_ready_and_replies_may_come_in_another_order(ends):
     link, far = ends
     payload = buffer(2)
-    came = buffer(1)
+    received = buffer(1)
     rest = buffer(1)
     asked = threading.Event()
     written = threading.Event()
     link.send(End(), [b"xyz"])
-    first = start(link, 0, came, rest, sends=payload, ready=lambda: asked.set() or written.wait(60))
+    first = start(
+        link, 0, received, rest, sends=payload, ready=lambda: asked.set() or written.wait(60)
+    )
     others = [buffer(2) for _ in range(2)]
     answers = [start(link, n, others[n - 1], sends=[n, n]) for n in (1, 2)]
     assert asked.wait(60)
@@ -95,7 +97,7 @@ def test_calls_leave_when_they_are_ready_and_replies_may_come_in_another_order(e
     for asked_for, data in reversed(sent[1:]):
         far.send(reply(asked_for.call_id), [data])
     assert [link.wait(each, 60) for each in (first, *answers)] == [reply(0), reply(1), reply(2)]
-    assert bytes([*came, *rest]) == b"ok"
+    assert bytes([*received, *rest]) == b"ok"
     assert [each.tolist() for each in others] == [[1, 1], [2, 2]]
     assert begin <= first.departed <= first.arrived
     assert link.within_host is True
@@ -120,7 +122,7 @@ def test_a_caller_never_waits_for_a_slow_server(ends):
 
 
 @pytest.mark.parametrize(
-    ("sent", "said"),
+    ("sent", "error"),
     [
         (message(reply(1), b"12345678")[:-4], "closed"),
         (b"", "no reply within 0.5 s"),
@@ -132,7 +134,7 @@ def test_a_caller_never_waits_for_a_slow_server(ends):
         (None, "no such plan"),
     ],
 )
-def test_a_failed_link_says_why_and_stays_failed(ends, sent, said):
+def test_a_failed_link_says_why_and_stays_failed(ends, sent, error):
     (link, far) = ends
     answered = buffer()
     other = buffer()
@@ -144,20 +146,20 @@ def test_a_failed_link_says_why_and_stays_failed(ends, sent, said):
     for _ in range(2):
         taken(far)  # else sending may fail first, and say so
     if sent is None:
-        far.refuse(said)
+        far.refuse(error)
     else:
         far._sock.sendall(sent)
-    if said == "closed":
+    if error == "closed":
         far.shut_down()
-    with pytest.raises(LinkLost, match=said):
-        link.wait(first, 0.5 if said == "no reply within 0.5 s" else 60)
-    with pytest.raises(LinkLost, match=said):
+    with pytest.raises(LinkLost, match=error):
+        link.wait(first, 0.5 if error == "no reply within 0.5 s" else 60)
+    with pytest.raises(LinkLost, match=error):
         link.wait(second, 60)
-    with pytest.raises(LinkLost, match=said):
+    with pytest.raises(LinkLost, match=error):
         start(link, 3)
-    with pytest.raises(LinkLost, match=said):
+    with pytest.raises(LinkLost, match=error):
         link.send(End())
-    assert said in link.lost
+    assert error in link.lost
     assert bytes(answered) == b"12345678"
     assert (other == 255).all()
     assert not any(thread.name.endswith(link.name) for thread in threading.enumerate())

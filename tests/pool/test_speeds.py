@@ -29,7 +29,10 @@ def test_speeds_and_base_loads_move_halfway_to_what_was_seen_in_the_same_steps(s
     # sends last, 10 pairs. In turns ranks work besides, else servers wait for rows.
     served = ({"pairs": 100, "travel_s": 0.8}, {"pairs": 400, "travel_s": 0.2})
     speeds.learn(
-        [Observed(2, 200, 2.0, 0.5, {7: Served(**each, seconds=1.0, alone=2)}) for each in served]
+        [
+            Observed(2, 200, 2.0, 0.5, {7: Served(**figures, seconds=1.0, alone=2)})
+            for figures in served
+        ]
     )
     assert known(speeds) == (50.0, (1.0, 3.0), (12.5, 0.0), (0.0, 5.0))
     assert speeds.workers(2, [7], takes_turns=True).base_load == (12.5, 12.5, 0.0)

@@ -64,22 +64,26 @@ def test_rows_come_with_their_message_into_slices_and_from_them_and_in_no_other_
     with ends(choice) as (left, right):
         sent = torch.randn(4, 10, 16).to(torch.bfloat16).transpose(0, 1)
         lse = torch.randn(3, 4)
-        came = right.memory.empty(q, 10).zero_()
+        received = right.memory.empty(q, 10).zero_()
         got_lse = right.memory.empty(few, 3)
-        assert came.shape == (10, 4, 16)
-        assert came.dtype == torch.bfloat16
-        assert came.is_contiguous() is True
+        assert received.shape == (10, 4, 16)
+        assert received.dtype == torch.bfloat16
+        assert received.is_contiguous() is True
         send(left, [sent[2:5], sent[7:9], lse, sent[:0]])
         message, size = right.channel.receive(60)
         assert message == make_call(1)
-        right.transport.receive(message, size, [came[0:3], came[8:10], got_lse, came[:0]], 60)
-        assert torch.equal(torch.cat([came[0:3], came[8:10]]), torch.cat([sent[2:5], sent[7:9]]))
+        right.transport.receive(
+            message, size, [received[0:3], received[8:10], got_lse, received[:0]], 60
+        )
+        assert torch.equal(
+            torch.cat([received[0:3], received[8:10]]), torch.cat([sent[2:5], sent[7:9]])
+        )
         assert torch.equal(got_lse, lse)
-        assert not came[3:8].any()
+        assert not received[3:8].any()
         send(left, [sent[:2]])
         with pytest.raises(ProtocolError, match=r"256\]? bytes, expected \[?384"):
-            right.transport.receive(*right.channel.receive(60), [came[3:6]], 60)
-        assert not came[3:8].any()
+            right.transport.receive(*right.channel.receive(60), [received[3:6]], 60)
+        assert not received[3:8].any()
 
 
 @needs_nixl
@@ -119,10 +123,10 @@ def test_memory_registered_since_the_ends_met_is_reached_and_not_used_again_unde
         sent = more[:1].fill_(3)
         answer = more[1:2]
         rank.transport.send(make_call(1), [sent], 5, [answer])
-        came = server.memory.empty(ROWS, 1)
-        server.transport.receive(*server.channel.receive(60), [came], 5)
-        assert (came == 3).all()
-        server.transport.send(REPLY, [came.add_(1)], 5)
+        received = server.memory.empty(ROWS, 1)
+        server.transport.receive(*server.channel.receive(60), [received], 5)
+        assert (received == 3).all()
+        server.transport.send(REPLY, [received.add_(1)], 5)
         rank.transport.receive(*rank.channel.receive(60), [answer], 5)
         assert (answer == 4).all()
         kept, answer, replied = (memory.empty(ROWS, 9) for _ in range(3))

@@ -133,8 +133,10 @@ def test_a_plan_is_what_was_sent(lengths, ranks, seed):
     expected = [
         (index, kind, plan) for index, nano in enumerate(sent) for kind, plan in nano.plans.items()
     ]
-    for (*got_of, got), (*of, plan) in zip(read.read(bytearray(payload)), expected, strict=True):
-        assert got_of == of
+    for (*got_names, got), (*names, plan) in zip(
+        read.read(bytearray(payload)), expected, strict=True
+    ):
+        assert got_names == names
         assert got.workers == plan.workers
         assert got.window == plan.window
         assert np.array_equal(got.tasks, plan.tasks)
@@ -241,14 +243,14 @@ def is_open(sock):
 
 def test_payloads_of_any_size_arrive_whole_and_nothing_else_is_made_memory_for_or_waited_for():
     sent = np.random.default_rng(0).integers(0, 255, 30_000_000, dtype=np.uint8)
-    came = np.zeros_like(sent)
+    received = np.zeros_like(sent)
     begin = time.monotonic()
     with channels() as (near, far), ThreadPoolExecutor(1) as beside:
         sending = beside.submit(near.send, REPLY, [sent[:7], np.zeros((0, 3)), sent[7:]], 60)
         assert far.receive(60) == (REPLY, sent.nbytes)
-        far.receive_payload([came[:11_000_000], came[11_000_000:].reshape(1, -1)], 60)
+        far.receive_payload([received[:11_000_000], received[11_000_000:].reshape(1, -1)], 60)
         sending.result()
-        assert np.array_equal(sent, came)
+        assert np.array_equal(sent, received)
         with pytest.raises(LinkLost, match="receiving made no progress"):
             far.receive(0.1)
         near._sock.sendall(message(REPLY, b"12345")[:-1])

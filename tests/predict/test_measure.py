@@ -156,9 +156,9 @@ def test_products_and_memory_are_counted_in_operations_and_bytes_there_and_back(
     monkeypatch.setattr(
         device, "measured_kernel", lambda *_, **__: (cost, cost, Accuracy(1.0, 1.0, 0))
     )
-    found = device.measured_profile(SimpleNamespace(name="none"), kind, 8, torch.float32, CPU)
-    assert found.flops_per_second == 2 * 1024 * 32 * 8 / 2
-    assert found.bytes_per_second == 2 * (1024 * 8 * 4) / 2
+    profile = device.measured_profile(SimpleNamespace(name="none"), kind, 8, torch.float32, CPU)
+    assert profile.flops_per_second == 2 * 1024 * 32 * 8 / 2
+    assert profile.bytes_per_second == 2 * (1024 * 8 * 4) / 2
 
 
 @pytest.mark.parametrize(
@@ -208,12 +208,12 @@ def test_ranks_agree_on_the_mean_of_their_profiles_and_on_the_links_that_they_me
     monkeypatch.setattr(links, "_beside_computation", beside_computation)
     monkeypatch.setattr(links, "ranks_per_core", lambda _: 7.0)
     groups = SimpleNamespace(ranks=4, all_gather=lambda _: [mine, other])
-    found = with_links(mine, SimpleNamespace(groups=groups, device=CPU), 2)
+    agreed = with_links(mine, SimpleNamespace(groups=groups, device=CPU), 2)
     assert beside == [inside if slow == "inside" else across]
-    assert found.exchange == found.links == Links(*links_of.values(), 0.25, 0.125)
-    assert (found.flops_per_second, found.bytes_per_second, found.launches) == (20, 40, 60)
-    assert (found.forward, found.backward) == (
+    assert agreed.exchange == agreed.links == Links(*links_of.values(), 0.25, 0.125)
+    assert (agreed.flops_per_second, agreed.bytes_per_second, agreed.launches) == (20, 40, 60)
+    assert (agreed.forward, agreed.backward) == (
         KernelCost(2, 4, 6, 8, 10, 12),
         KernelCost(4, 6, 8, 10, 12, 14),
     )
-    assert found.ranks_per_core == 7.0
+    assert agreed.ranks_per_core == 7.0

@@ -49,7 +49,7 @@ def walk(
     links=LINKS,
 ):
     ranks = layouts[0].ranks
-    counted = [count_cuts(each, nodes[:ranks]) for each in layouts]
+    counted = [count_cuts(layout_of_nano_batch, nodes[:ranks]) for layout_of_nano_batch in layouts]
     factor = np.full(ranks, 1.0 if direction == "forward" else 2.0)
     mixing = MixingLayers(counted, COSTS, layers, launches, links, direction, factor)
     return mixing.walk(np.zeros(ranks)).tolist(), mixing.waited.tolist(), mixing.computed.tolist()

@@ -26,8 +26,8 @@ def tasks(
     )
 
 
-def costs(found: KernelCost) -> list[float]:
-    return list(vars(found).values())
+def costs(cost: KernelCost) -> list[float]:
+    return list(vars(cost).values())
 
 
 def test_seconds_of_a_call_are_found_again():
@@ -87,15 +87,15 @@ def test_a_link():
         2.0,
         5.0,
     ]
-    found = LinkCost.fitted(np.array([10.0, 40.0, 100.0]), np.array([2.0, 5.0, 11.0]))
-    assert (found.latency, found.bandwidth) == pytest.approx((1.0, 10.0))
+    cost = LinkCost.fitted(np.array([10.0, 40.0, 100.0]), np.array([2.0, 5.0, 11.0]))
+    assert (cost.latency, cost.bandwidth) == pytest.approx((1.0, 10.0))
     assert LinkCost.fitted(np.array([10.0, 20.0]), np.array([1.0, 0.5])).bandwidth == np.inf
 
 
 def test_accuracy_on_what_lies_between_what_is_fitted_to():
     assert held_out(8) == ([0, 2, 3, 5, 6, 7], [1, 4])
-    found = Accuracy.of(np.array([1.0, 2.0, 6.0]), np.array([2.0, 2.0, 5.0]))
-    assert (found.r2, found.worst_ratio, found.count) == (pytest.approx(1 - 2 / 6), 2.0, 3)
+    accuracy = Accuracy.of(np.array([1.0, 2.0, 6.0]), np.array([2.0, 2.0, 5.0]))
+    assert (accuracy.r2, accuracy.worst_ratio, accuracy.count) == (pytest.approx(1 - 2 / 6), 2.0, 3)
     assert Accuracy.of(np.array([6.0, 2.0]), np.array([2.0, 4.0])).worst_ratio == 3.0
     assert Accuracy.of(np.array([2.0, 2.0]), np.array([2.0, 2.0])) == Accuracy(1.0, 1.0, 2)
 

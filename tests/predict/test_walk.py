@@ -372,7 +372,7 @@ def test_a_forward_alone_waits_for_no_gradients():
     layout = fixed_layout([[31]], 2)
     counted = count_plan(Plan(layout, local_tasks(layout.segments), 2), kind, 2)
     both, forward = (
-        predict_step([{kind: counted}], [layout], each, [0, 0])
-        for each in (costs, costs.forward_only())
+        predict_step([{kind: counted}], [layout], step_costs, [0, 0])
+        for step_costs in (costs, costs.forward_only())
     )
     assert (both.seconds, forward.seconds) == (3.0, 1.0)

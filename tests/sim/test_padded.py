@@ -21,47 +21,49 @@ BATCH = [[4, 1], [2, 2]]
 
 def simulated(batches, setup=SETUP, settings=SETTINGS):
     drawn = [batch if isinstance(batch, DrawnBatch) else DrawnBatch(batch) for batch in batches]
-    found = simulate_padded(
+    figures_of_strategies = simulate_padded(
         drawn,
         setup,
         settings,
         lambda batch, _: plan_sequences(batch.lengths, settings, batch.hashes),
     )
-    return {figures.name: figures for figures in found}
+    return {figures.name: figures for figures in figures_of_strategies}
 
 
 def test_seconds_and_rows_of_a_batch(subtests):
     settings = replace(SETTINGS, document_layout="whole")
-    found = simulated([BATCH], settings=settings)
+    figures_of_strategies = simulated([BATCH], settings=settings)
     pairs = {  # of the busiest rank, and of both
         "padded to the longest": (10 + 10, 20 + 6),
         "packed on each rank": (10 + 1, 11 + 6),
         "whole sequences balanced": (10, 10 + 7),  # 4 alone; 2, 2 and 1
         "hf_distca": (9, 10 + 7),  # core attention moves too
     }
-    assert list(found) == list(pairs)
+    assert list(figures_of_strategies) == list(pairs)
     for name, (busiest, total) in pairs.items():
-        figures = found[name]
+        figures = figures_of_strategies[name]
         with subtests.test(name):
             assert figures.forward_seconds == LAYERS * busiest
             assert figures.step_seconds == LAYERS * 3 * busiest
             assert figures.imbalance == pytest.approx(busiest / (total / 2))
             assert figures.tokens_per_second == pytest.approx(9 / (LAYERS * 3 * busiest))
-    assert [figures.rows for figures in found.values()] == [4 + 4 + 2 + 2, 9, 9, 9]
+    assert [figures.rows for figures in figures_of_strategies.values()] == [4 + 4 + 2 + 2, 9, 9, 9]
 
 
 def test_more_tokens_than_ranks_hold_run_as_micro_batches_and_long_sequences_are_divided():
-    found = simulated([[[8], [8]], [[8, 8], [8, 8]]])
+    figures_of_strategies = simulated([[[8], [8]], [[8, 8], [8, 8]]])
     assert (
-        found["hf_distca"].step_seconds == LAYERS * 3 * (36 + 2 * 36) / 2
+        figures_of_strategies["hf_distca"].step_seconds == LAYERS * 3 * (36 + 2 * 36) / 2
     )  # one micro-batch, then two
-    found = simulated(
+    figures_of_strategies = simulated(
         [[[16], [1]]],
         setup=replace(SETUP, tokens_per_rank=9),
         settings=replace(SETTINGS, tokens_per_rank=9),
     )
-    assert found["whole sequences balanced"].step_seconds == LAYERS * 3 * 136
-    assert found["hf_distca"].step_seconds == pytest.approx(LAYERS * 3 * (136 + 1) / 2, rel=0.06)
+    assert figures_of_strategies["whole sequences balanced"].step_seconds == LAYERS * 3 * 136
+    assert figures_of_strategies["hf_distca"].step_seconds == pytest.approx(
+        LAYERS * 3 * (136 + 1) / 2, rel=0.06
+    )
 
 
 def test_tokens_and_hidden_states_travel_and_gradients_of_these_only_in_training():
@@ -71,8 +73,8 @@ def test_tokens_and_hidden_states_travel_and_gradients_of_these_only_in_training
     setup = replace(SETUP, profile=replace(PROFILE, exchange=slow))
     settings = replace(SETTINGS, document_layout="whole")
     moved, free = (
-        simulated([[[4, 4], [1, 1]]], setup=each, settings=settings)["hf_distca"]
-        for each in (setup, SETUP)
+        simulated([[[4, 4], [1, 1]]], setup=setup_of_links, settings=settings)["hf_distca"]
+        for setup_of_links in (setup, SETUP)
     )
     hidden_bytes = 8 * 4
     assert moved.forward_seconds - free.forward_seconds == 4 * (16 + hidden_bytes)
@@ -85,17 +87,17 @@ def test_equal_beginnings_are_computed_once_and_go_back_to_every_sequence(monkey
     lengths = [[4, 4], [4]]
     hashes = [[(b"0", b"1"), (b"0", b"2")], [(b"0", b"3")]]
     settings = replace(SETTINGS, document_layout="whole")
-    found = simulated([DrawnBatch(lengths, hashes)], settings=settings)
-    alone = found["hf_distca, nothing shared"]
-    shared = found["hf_distca"]
-    assert [figures.rows for figures in found.values()] == [12, 12, 12, 12, 8]
+    figures_of_strategies = simulated([DrawnBatch(lengths, hashes)], settings=settings)
+    alone = figures_of_strategies["hf_distca, nothing shared"]
+    shared = figures_of_strategies["hf_distca"]
+    assert [figures.rows for figures in figures_of_strategies.values()] == [12, 12, 12, 12, 8]
     # 10 pairs for each sequence alone. 3 pairs, 7 for the last two rows of each sequence, and 1 for
     # the filler of the rank without the tree.
     assert alone.step_seconds == LAYERS * 3 * 15
     assert shared.step_seconds == LAYERS * 3 * 14
     assert shared.tokens_per_second == pytest.approx(12 / shared.step_seconds)
     expected = ", 1.07× the speed of planning each sequence alone."
-    assert padded_advice(list(found.values())).endswith(expected)
+    assert padded_advice(list(figures_of_strategies.values())).endswith(expected)
 
     # A byte takes a second. Each rank has a tree of a sequence of each rank. Of its 6 rows it is
     # sent those that the last sequence has, at most 4; it sends 4 hidden states back.
@@ -104,8 +106,10 @@ def test_equal_beginnings_are_computed_once_and_go_back_to_every_sequence(monkey
     slow = Links(LinkCost(0.0, 1.0), LinkCost(0.0, 1.0))
     setup = replace(SETUP, profile=replace(PROFILE, exchange=slow))
     moved, free = (
-        simulated([DrawnBatch(lengths, hashes)], setup=each, settings=settings)["hf_distca"]
-        for each in (setup, SETUP)
+        simulated([DrawnBatch(lengths, hashes)], setup=setup_of_links, settings=settings)[
+            "hf_distca"
+        ]
+        for setup_of_links in (setup, SETUP)
     )
     hidden_bytes = 8 * 4
     assert moved.rows == 12
@@ -123,24 +127,26 @@ def test_turns_of_a_session_begin_with_all_turns_before():
     whole = lengths[0] // 128
     assert hashes[1][:whole] == hashes[0][:whole]
     assert hashes[TURNS][0] != hashes[0][0]
-    found = plan_sequences(batch.lengths, replace(SETTINGS, tokens_per_rank=1 << 20), batch.hashes)
+    figures_of_strategies = plan_sequences(
+        batch.lengths, replace(SETTINGS, tokens_per_rank=1 << 20), batch.hashes
+    )
     sessions = [lengths[TURNS - 1], lengths[-1]]
     # A turn ends inside a block, which is computed for it alone.
-    assert sum(sessions) <= found.computed_rows <= sum(sessions) + 128 * 60
+    assert sum(sessions) <= figures_of_strategies.computed_rows <= sum(sessions) + 128 * 60
     drawn = turn_lengths()(np.random.default_rng(1), 60)
     assert drawn.tolist() == lengths
 
 
 def test_columns_and_advice():
-    found = [
+    figures_of_strategies = [
         PaddedFigures(name, 1.0, seconds, 1.25, 1200.0, 3000.0)
         for name, seconds in zip(simulated([BATCH]), (4.0, 2.0, 1.5, 1.0), strict=True)
     ]
-    assert list(padded_columns(found[1], found[0]).values()) == [
+    assert list(padded_columns(figures_of_strategies[1], figures_of_strategies[0]).values()) == [
         "packed on each rank", "1.000", "2.000", "1,200", "1.25", "3,000", "2.00",
     ]  # fmt: skip
     assert (
-        padded_advice(found)
+        padded_advice(figures_of_strategies)
         == "Padded batches: hf_distca has 4.00× the speed of padding, 2.00× the speed of packing"
         " each rank's own rows, 1.50× the speed of balancing whole sequences."
     )

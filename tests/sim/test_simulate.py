@@ -117,8 +117,8 @@ def test_planned_steps_take_the_exchange_and_no_collectives(ranks_per_node, plac
 
 def figures_of(micro_batches, **memory):
     lengths = [np.array(documents) for documents in micro_batches]
-    found = simulate(lengths, SETUP, SETTINGS, len(lengths), **memory)
-    return found, {strategy.name: strategy for strategy in found.strategies}
+    simulation = simulate(lengths, SETUP, SETTINGS, len(lengths), **memory)
+    return simulation, {strategy.name: strategy for strategy in simulation.strategies}
 
 
 def test_figures_of_a_strategy():
@@ -131,8 +131,8 @@ def test_figures_of_a_strategy():
 
 
 def test_documents_beyond_all_ranks_are_cut_and_counted_for_every_strategy_and_named():
-    found, strategies = figures_of([[40], [10, 2]])  # two ranks of 8 tokens hold 16
-    assert found.tokens == 16 + 10 + 2
+    simulation, strategies = figures_of([[40], [10, 2]])  # two ranks of 8 tokens hold 16
+    assert simulation.tokens == 16 + 10 + 2
     cut = {name: each.documents_cut for name, each in strategies.items()}
     assert (
         cut["hf_distca, joint"]
@@ -145,19 +145,19 @@ def test_documents_beyond_all_ranks_are_cut_and_counted_for_every_strategy_and_n
         "1 of 3 documents is longer than the 16 tokens that all ranks hold; the longest has 40. "
         "Here they are cut"
     )
-    assert [advice for advice in found.advice if advice.startswith(sentence)]
+    assert [advice for advice in simulation.advice if advice.startswith(sentence)]
     assert not [advice for advice in figures_of([[16]])[0].advice if "longer than the" in advice]
 
 
 def test_gpus_of_servers_and_tensor_parallelism():
     setup = replace(SETUP, tensor_parallel=2)
     settings = replace(SETTINGS, kinds=(setup.on_a_gpu(KIND),))
-    found = {
+    strategies = {
         each.name: each
         for each in simulate([np.array([8, 4])], setup, settings, 1, servers=1).strategies
     }
-    assert {each.gpus for each in found.values() if not each.servers} == {2 * 2}
-    assert found["hf_distca, joint, 1 servers"].gpus == (2 + 1) * 2
+    assert {each.gpus for each in strategies.values() if not each.servers} == {2 * 2}
+    assert strategies["hf_distca, joint, 1 servers"].gpus == (2 + 1) * 2
 
 
 def test_memory_is_asked_for_the_plan_whose_busiest_rank_exchanges_the_most():
@@ -179,24 +179,33 @@ def test_memory_is_asked_for_the_plan_whose_busiest_rank_exchanges_the_most():
 
 
 def test_gains_and_loads():
-    found, by_name = figures_of([[12, 4], [4, 4, 4, 4]])
-    best = by_name[found.best_planned]
-    for name, gain in (("plain packing", found.over_packing), (found.best_plain, found.over_best)):
+    simulation, by_name = figures_of([[12, 4], [4, 4, 4, 4]])
+    best = by_name[simulation.best_planned]
+    for name, gain in (
+        ("plain packing", simulation.over_packing),
+        (simulation.best_plain, simulation.over_best),
+    ):
         assert gain.speed_up == pytest.approx(by_name[name].step_seconds / best.step_seconds)
     alone = [
         figures_of([documents])[0].over_packing.speed_up for documents in ([12, 4], [4, 4, 4, 4])
     ]
-    assert [found.over_packing.least, found.over_packing.most] == pytest.approx(sorted(alone))
-    assert found.speed_up == pytest.approx(found.over_best.speed_up)
-    assert list(found.load) == ["plain packing", found.best_plain, found.best_planned]
-    assert found.load["plain packing"] == (3 * 3 * 36, 3 * 3 * (10 + 10))  # 8 of 12; 4 and 4
-    assert sum(each["documents"] for each in found.histogram) == found.documents == 6
-    assert sum(each["tokens"] for each in found.histogram) == found.tokens == 32
+    assert [simulation.over_packing.least, simulation.over_packing.most] == pytest.approx(
+        sorted(alone)
+    )
+    assert simulation.speed_up == pytest.approx(simulation.over_best.speed_up)
+    assert list(simulation.load) == [
+        "plain packing",
+        simulation.best_plain,
+        simulation.best_planned,
+    ]
+    assert simulation.load["plain packing"] == (3 * 3 * 36, 3 * 3 * (10 + 10))  # 8 of 12; 4 and 4
+    assert sum(each["documents"] for each in simulation.histogram) == simulation.documents == 6
+    assert sum(each["tokens"] for each in simulation.histogram) == simulation.tokens == 32
     # The best strategy without plans cuts the fewest documents.
     whole, shared = by_name["whole documents balanced"], by_name["context parallel, 1 × 2"]
     assert (whole.documents_cut, shared.documents_cut) == (1 / 6, 0)  # of all documents
     assert whole.step_seconds < shared.step_seconds
-    assert found.best_plain == shared.name
+    assert simulation.best_plain == shared.name
 
 
 def strategy(name: str, **figures) -> StrategyFigures:

@@ -79,13 +79,13 @@ def outcome(model_type: str, pool: Any) -> Outcome:
         )
     except ValueError as error:
         return Outcome(model_type, "refused", str(error))
-    found = _compared(
+    compared = _compared(
         pool, Outcome(model_type, "equal", layout=settings.document_layout), None, WAYS
     )
-    for rope_type, way in STRETCHED.items() if found.status == "equal" else ():
+    for rope_type, way in STRETCHED.items() if compared.status == "equal" else ():
         if can_stretch(model, rope_type):
-            found = _compared(pool, found, rope_type, (way,))
-    return found
+            compared = _compared(pool, compared, rope_type, (way,))
+    return compared
 
 
 Step = tuple[float, dict[str, Any]]
@@ -123,7 +123,8 @@ def planned(
     documents = random_documents(LENGTHS)
     share = documents[dist.get_rank() :: 2]
     targets, of_share = (
-        sum(max(len(document) - 1, 0) for document in each) for each in (documents, share)
+        sum(max(len(document) - 1, 0) for document in documents_of_rank)
+        for documents_of_rank in (documents, share)
     )
     try:
         model = _model(model_type, "distca", rope_type)

@@ -55,8 +55,8 @@ SECTIONS: dict[Status, tuple[str, str]] = {
 
 def page(outcomes: Sequence[Outcome]) -> str:
     """The page of these outcomes, which are of all models."""
-    counts = Counter(each.status for each in outcomes)
-    whole = sum(each.status == "equal" and each.layout == "whole" for each in outcomes)
+    counts = Counter(outcome.status for outcome in outcomes)
+    whole = sum(outcome.status == "equal" and outcome.layout == "whole" for outcome in outcomes)
     counted = {
         "equal": counts["equal"],
         "refused": counts["refused"],
@@ -65,7 +65,7 @@ def page(outcomes: Sequence[Outcome]) -> str:
     }
     parts = [TOP.format(version=transformers.__version__, **counted)]
     for status, (title, head) in SECTIONS.items():
-        rows = "\n".join(_row(each) for each in outcomes if each.status == status)
+        rows = "\n".join(_row(outcome) for outcome in outcomes if outcome.status == status)
         parts.append(f"## {title}\n\n{head.format(most=ACCEPTED)}\n{rows}\n")
     return "\n".join(parts)
 
@@ -75,12 +75,12 @@ def without_errors(text: str) -> str:
     return ERROR.sub("…", text)
 
 
-def _row(each: Outcome) -> str:
-    if each.status == "equal":
-        named = (each.errors.get(name) for name in (*WAYS, *STRETCHED))
+def _row(outcome: Outcome) -> str:
+    if outcome.status == "equal":
+        named = (outcome.errors.get(name) for name in (*WAYS, *STRETCHED))
         errors = " | ".join("–" if error is None else f"{error:.1e}" for error in named)
-        return f"| `{each.model_type}` | {each.layout} | {errors} |"
-    return f"| `{each.model_type}` | {each.told.replace('|', '/').replace('<', '&lt;')} |"
+        return f"| `{outcome.model_type}` | {outcome.layout} | {errors} |"
+    return f"| `{outcome.model_type}` | {outcome.told.replace('|', '/').replace('<', '&lt;')} |"
 
 
 if __name__ == "__main__":

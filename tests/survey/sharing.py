@@ -32,14 +32,14 @@ def sharing(model_type: str) -> tuple[Sharing, float]:
     try:
         expected, expected_grads = _step(stock, batch)
         with patch.object(prefixes, "BLOCK", 4):
-            found, found_grads = _step(model, batch)
+            outputs, found_grads = _step(model, batch)
             plans = [plan.result() for plan in backbone(model).batches._plans.values()]
     except RefusedError:  # a head without its backbone
         return "refused", 0.0
     finally:
         dispatcher.close()
     least = NEGLIGIBLE * max(gradient.abs().max() for gradient in expected_grads.values())
-    errors = [abs(found - expected) / abs(expected)]
+    errors = [abs(outputs - expected) / abs(expected)]
     for name, gradient in expected_grads.items():
         deviation = (found_grads[name] - gradient).abs().max()
         errors.append((deviation / torch.maximum(gradient.abs().max(), least)).item())

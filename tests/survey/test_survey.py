@@ -50,9 +50,9 @@ LEAST_EQUAL, LEAST_WHOLE = 120, 4
 @pytest.mark.parametrize("mechanism", MECHANISMS)
 def test_mechanism(rank_pools, mechanism):
     model_type, expected = MECHANISMS[mechanism]
-    found = outcome(model_type, rank_pools[2])
-    assert (found.layout or found.status) == expected, found
-    assert found.status == ("refused" if expected == "refused" else "equal"), found
+    result = outcome(model_type, rank_pools[2])
+    assert (result.layout or result.status) == expected, result
+    assert result.status == ("refused" if expected == "refused" else "equal"), result
 
 
 SHARED_EXACTLY = 2e-4
@@ -69,7 +69,7 @@ OTHERS = [model_type for model_type in model_types() if model_type not in OF_MEC
 )
 def test_equal_beginnings_are_shared_exactly_or_not_at_all(rank_pools, model_type):
     results = rank_pools[2].run(sharing, model_type)
-    assert len({found for found, _ in results}) == 1
+    assert len({shared for shared, _ in results}) == 1
     assert max(error for _, error in results) < SHARED_EXACTLY
 
 
@@ -81,20 +81,20 @@ def outcomes() -> dict[str, Outcome]:
 @pytest.mark.survey
 @pytest.mark.parametrize("model_type", model_types())
 def test_equal_or_refused(rank_pools, outcomes, model_type):
-    found = outcomes[model_type] = outcome(model_type, rank_pools[2])
+    result = outcomes[model_type] = outcome(model_type, rank_pools[2])
     allowed = ("equal", "refused", "not built") if model_type in UNBUILT else ("equal", "refused")
-    assert found.status in allowed, found
-    if found.status != "equal":
-        assert len(found.told) > 20, "says too little"
+    assert result.status in allowed, result
+    if result.status != "equal":
+        assert len(result.told) > 20, "says too little"
 
 
 @pytest.mark.survey
 def test_the_page_is_current(outcomes):
     if outcomes.keys() != set(model_types()):
         pytest.skip("only some models ran")
-    equal = [each for each in outcomes.values() if each.status == "equal"]
+    equal = [result for result in outcomes.values() if result.status == "equal"]
     assert len(equal) >= LEAST_EQUAL
-    assert sum(each.layout == "whole" for each in equal) >= LEAST_WHOLE
+    assert sum(result.layout == "whole" for result in equal) >= LEAST_WHOLE
     # Else it is the page of another version.
     if f"transformers {transformers.__version__} was tested" in PAGE.read_text():
         assert without_errors(page(list(outcomes.values()))) == without_errors(PAGE.read_text())

@@ -39,7 +39,7 @@ def _trained(folder: str, trace_steps: int, steps: int) -> tuple[bool, frozenset
     trainer = make_trainer(folder, lengths=[70, 60, 60, 50, 30, 30] * steps, **settings)
     trainer.train()
     # Spans are many, so that none is kept once it is written.
-    assert not any(isinstance(each, Span) and each.kind == "step" for each in gc.get_objects())
+    assert not any(isinstance(thing, Span) and thing.kind == "step" for thing in gc.get_objects())
     return trainer.model_wrapped is not trainer.model, trainer.dispatcher.recorder._kinds
 
 
@@ -63,7 +63,7 @@ def test_times_of_spans():
     trace = rank_trace(spans, rank=5, world=8, members=(5, 6, 7), zero=(9.5, 0.002))
     assert trace["otherData"] == {"rank": 5, "ranks": 8, "clock_error_us": 2000.0}
     shown = [event for event in trace["traceEvents"] if event["ph"] != "M"]
-    assert [(each["ph"], each["name"], each["ts"], each.get("dur")) for each in shown] == [
+    assert [(event["ph"], event["name"], event["ts"], event.get("dur")) for event in shown] == [
         ("X", "step 4", 500_000.0, 500_000.0),
         ("X", "keys", 600_000.0, 100_000.0),
         ("X", "local", 700_000.0, 50_000.0),
@@ -118,20 +118,20 @@ def nested_slices(events: list[dict], rank: int) -> list[dict]:
     """
     named = [event for event in events if event["pid"] == rank and event["name"] == "thread_name"]
     (track,) = (event["tid"] for event in named if event["args"]["name"] == "compute")
-    found = []
+    slices = []
     for event in events:
         if (event["ph"], event["pid"], event["tid"]) == ("X", rank, track):
             begin = round(event["ts"] * 1000)
-            found.append({**event, "begin": begin, "end": begin + round(event["dur"] * 1000)})
-    found.sort(key=lambda each: (each["begin"], -each["end"]))
+            slices.append({**event, "begin": begin, "end": begin + round(event["dur"] * 1000)})
+    slices.sort(key=lambda part: (part["begin"], -part["end"]))
     around: list[dict] = []
-    for each in found:
-        while around and around[-1]["end"] <= each["begin"]:
+    for part in slices:
+        while around and around[-1]["end"] <= part["begin"]:
             around.pop()
-        assert not around or each["end"] <= around[-1]["end"]
-        each["around"] = {outer["cat"]: outer for outer in around}
-        around.append(each)
-    return found
+        assert not around or part["end"] <= around[-1]["end"]
+        part["around"] = {outer["cat"]: outer for outer in around}
+        around.append(part)
+    return slices
 
 
 @pytest.fixture
@@ -345,12 +345,12 @@ def test_a_step_of_a_rank():
 
 def test_steps_that_all_ranks_have():
     steps = ((1, 2), (0, 2), (0, 1), (1, 3), (0, 10), (1, 10))
-    found = steps_of(
+    common_steps = steps_of(
         {"traceEvents": [piece(rank, f"step {at}", "step", at, at + 1) for rank, at in steps]}
     )
-    assert list(found) == ["step 2", "step 10"]
-    assert [step.rank for step in found["step 2"]] == [0, 1]
-    assert [step.rank for step in found["step 10"]] == [0, 1]
+    assert list(common_steps) == ["step 2", "step 10"]
+    assert [step.rank for step in common_steps["step 2"]] == [0, 1]
+    assert [step.rank for step in common_steps["step 10"]] == [0, 1]
     assert steps_of({"traceEvents": []}) == {}
 
 

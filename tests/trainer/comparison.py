@@ -345,7 +345,7 @@ def of_documents(evaluated: EvalPrediction) -> dict[str, float]:
 
 def of_targets(evaluated: EvalPrediction) -> dict[str, float]:
     """The same, the share of all targets that a model chose, and the mean entropy before them."""
-    (chosen, entropy) = (each[:, :-1] for each in evaluated.predictions)
+    (chosen, entropy) = (values[:, :-1] for values in evaluated.predictions)
     targets = evaluated.label_ids[:, 1:]
     counts = targets != IGNORED
     figures = {
@@ -449,20 +449,24 @@ def errors(result: Result, expected: Result) -> tuple[float, float]:
     losses = [0.0]
     others = [0.0]
     assert result["logged"].keys() == expected["logged"].keys()
-    for key, wanted in expected["logged"].items():
+    for key, expected_value in expected["logged"].items():
         relative = (
-            abs(a - b) / max(b, 1e-2 * max(wanted), 1e-6)
-            for a, b in zip(result["logged"][key], wanted, strict=True)
+            abs(a - b) / max(b, 1e-2 * max(expected_value), 1e-6)
+            for a, b in zip(result["logged"][key], expected_value, strict=True)
         )
         (losses if key.endswith("loss") else others).extend(relative)
     for kind in ("learned", "noted"):
         assert result[kind].keys() == expected[kind].keys()
-        least = 1e-2 * max((wanted.norm() for wanted in expected[kind].values()), default=0.0)
-        for name, wanted in expected[kind].items():
+        least = 1e-2 * max(
+            (expected_value.norm() for expected_value in expected[kind].values()), default=0.0
+        )
+        for name, expected_value in expected[kind].items():
             # What a weight has learned is a difference of stored weights, which may be much larger.
             rounding = result["rounding"][name] if kind == "learned" else 0.0
-            difference = float((result[kind][name] - wanted).norm())
-            others.append(max(difference - rounding, 0.0) / float(max(wanted.norm(), least)))
+            difference = float((result[kind][name] - expected_value).norm())
+            others.append(
+                max(difference - rounding, 0.0) / float(max(expected_value.norm(), least))
+            )
     return float(np.max(losses)), float(np.max(others))  # NaN if one of them is
 
 

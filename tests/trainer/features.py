@@ -563,16 +563,16 @@ def together(*names: str) -> Run:
     """Return runs as one; at most one of them has a model, an adapter, examples or calls of its
     own.
     """
-    each = [(FEATURES | TRAININGS)[name] for name in names]
+    trainings = [(FEATURES | TRAININGS)[name] for name in names]
     joined: dict[str, Any] = {
         "given": lambda model: {
-            name: value for run in each for name, value in run.given(model).items()
+            name: value for run in trainings for name, value in run.given(model).items()
         },
-        "patched": lambda patch: [run.patched(patch) for run in each],
+        "patched": lambda patch: [run.patched(patch) for run in trainings],
     }
     for name in (each_field.name for each_field in fields(Run)):
         default = getattr(Run(), name)
-        changed = [value for run in each if (value := getattr(run, name)) != default]
+        changed = [value for run in trainings if (value := getattr(run, name)) != default]
         if isinstance(default, dict):
             joined[name] = {key: value for changes in changed for key, value in changes.items()}
         elif changed:

@@ -210,13 +210,15 @@ def train(folder: str, case: Case, planned: bool, exact: bool = False) -> dict[s
 
 
 def compare(
-    found: dict[str, Any], expected: dict[str, Any], within: float, besides: str = ""
+    trained: dict[str, Any], expected: dict[str, Any], within: float, besides: str = ""
 ) -> None:
     """Compare every weight and every logged figure, besides those whose names match."""
-    assert len(found["history"]) == len(expected["history"])
-    for step, (entry, wanted) in enumerate(zip(found["history"], expected["history"], strict=True)):
-        assert entry.keys() == wanted.keys()
-        for name, value in wanted.items():
+    assert len(trained["history"]) == len(expected["history"])
+    for step, (entry, expected_value) in enumerate(
+        zip(trained["history"], expected["history"], strict=True)
+    ):
+        assert entry.keys() == expected_value.keys()
+        for name, value in expected_value.items():
             if isinstance(value, int | float) and not re.fullmatch(besides, name):
                 assert abs(entry[name] - value) <= within * max(abs(value), 0.01), (
                     step,
@@ -224,17 +226,17 @@ def compare(
                     entry[name],
                     value,
                 )
-    assert found["learned"].keys() == expected["learned"].keys()
-    for name, wanted in expected["learned"].items():
-        difference = float((found["learned"][name] - wanted).norm())
+    assert trained["learned"].keys() == expected["learned"].keys()
+    for name, expected_value in expected["learned"].items():
+        difference = float((trained["learned"][name] - expected_value).norm())
         # What a weight has learned is a difference of stored weights, which may be much larger.
-        allowed = within * max(float(wanted.norm()), 1e-3) + expected["rounding"][name]
-        assert difference <= allowed, (name, difference, float(wanted.norm()))
+        allowed = within * max(float(expected_value.norm()), 1e-3) + expected["rounding"][name]
+        assert difference <= allowed, (name, difference, float(expected_value.norm()))
 
 
 def compare_with_stock(folder: str, case: Case, within: float) -> list[dict[str, Any]]:
     """Figures of all logs of a training that was compared with TRL's own trainer on all ranks."""
     expected = train(folder, case, planned=False)
-    found = train(folder, case, planned=True)
-    compare(found, expected, within)
-    return list(found["figures"])
+    trained = train(folder, case, planned=True)
+    compare(trained, expected, within)
+    return list(trained["figures"])

@@ -170,12 +170,12 @@ DAMAGES: dict[str, Callable[[Path], Any]] = {
 }
 
 
-@pytest.mark.parametrize("found", DAMAGES)
-def test_the_last_complete_one_is_taken(tmp_path, caplog, found):
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_the_last_complete_one_is_taken(tmp_path, caplog, damage):
     first, second = (save(tmp_path / f"checkpoint-{step}") for step in (9, 10))
-    DAMAGES[found](second)
+    DAMAGES[damage](second)
     (tmp_path / "checkpoint-12-backup").mkdir()
-    with pytest.raises(ValueError, match=found):
+    with pytest.raises(ValueError, match=damage):
         resume(tmp_path, second)
     assert caplog.messages == []
     assert resume(tmp_path) == str(first)
@@ -184,11 +184,11 @@ def test_the_last_complete_one_is_taken(tmp_path, caplog, found):
         f"training resumes from {first}, because later checkpoints cannot be resumed: "
     )
     assert str(second) in warning
-    assert found in warning
+    assert damage in warning
     shutil.rmtree(first)
     with refused(Resume.NONE_COMPLETE, folder=tmp_path) as error:
         resume(tmp_path)
-    assert found in str(error.value)
+    assert damage in str(error.value)
 
 
 @pytest.mark.parametrize("folder", SHARDS.split())
@@ -227,10 +227,10 @@ def _agree(folder: Path) -> tuple[list[str], list[str]]:
 
     def answer(asked: Any) -> str:
         try:
-            found = agreed_checkpoint(asked, args, accelerator, groups, has_place=True)
+            checkpoint = agreed_checkpoint(asked, args, accelerator, groups, has_place=True)
         except ValueError as error:
             return str(error)
-        return Path(found or "anew").name
+        return Path(checkpoint or "anew").name
 
     messages = Messages("hf_distca.trainer.checkpoints")
     answers = [answer(True)]

@@ -35,14 +35,14 @@ def choices(ranks: int = 4, checkpointing: bool = False, **changes: Any) -> Any:
 
 
 def test_what_may_be_chosen_and_by_which_costs():
-    found = choices()
+    allowed = choices()
     profile = DeviceProfile.load("h100")
-    assert bool(found.groups)
-    assert found.tolerances == (0.01, 0.1)
-    assert found.nano_batches == (1, 2)
-    assert found.costs.exchange == profile.exchange
-    assert found.costs.backward_factor == 2.0
-    (costs,) = found.costs.kinds
+    assert bool(allowed.groups)
+    assert allowed.tolerances == (0.01, 0.1)
+    assert allowed.nano_batches == (1, 2)
+    assert allowed.costs.exchange == profile.exchange
+    assert allowed.costs.backward_factor == 2.0
+    (costs,) = allowed.costs.kinds
     assert costs.kind == SMALL_KIND
     assert costs.layers == 2
     assert costs.forward == profile.kernel(costs.kind, "forward")
@@ -67,13 +67,13 @@ def test_what_may_be_chosen_and_by_which_costs():
     chosen: list[Any] = []
     groups = SimpleNamespace(all_gather=lambda value, **_: [value])
     dispatcher: Any = SimpleNamespace(
-        settings=SimpleNamespace(choices=found), groups=groups, choose_by=chosen.append
+        settings=SimpleNamespace(choices=allowed), groups=groups, choose_by=chosen.append
     )
     costs = LearnedCosts(dispatcher)
-    for changed in (replace(found, tolerances=(0.2,)), None):
+    for changed in (replace(allowed, tolerances=(0.2,)), None):
         dispatcher.settings.choices = changed
         costs.resume(None)
-    assert [each.tolerances for each in chosen] == [(0.2,)]
+    assert [choices_of_run.tolerances for choices_of_run in chosen] == [(0.2,)]
 
 
 def test_corrections_are_resumed_where_the_same_costs_were_measured(tmp_path):
@@ -105,13 +105,13 @@ def _measured(folder: Path) -> list[tuple[Any, str]]:
     """Costs of dispatchers on this rank, one after another, and what is kept; the last one is of
     another run.
     """
-    found = []
+    measured = []
     for tokens in (64, 64, 32):
         config = hf_distca.DistCAConfig(tokens_per_rank=tokens)
         dispatcher = make_dispatcher(
             small_model(implementation="distca"), config, CPU, folder=folder
         )
-        found.append(
+        measured.append(
             (
                 dispatcher.settings.choices.costs,
                 DeviceProfile.load(str(folder / PROFILE_FILE)).source,
@@ -121,7 +121,7 @@ def _measured(folder: Path) -> list[tuple[Any, str]]:
         assert placed.choice.seconds > 0
         assert placed.summary.exchange.bytes_total == 0  # nothing to exchange for
         dispatcher.close()
-    return found
+    return measured
 
 
 def test_costs_are_measured_once_agreed_on_and_kept(rank_pools, tmp_path):
@@ -176,9 +176,9 @@ def corrected(
 def test_costs_that_are_off_are_scaled_by_the_median_of_the_steps():
     assert corrected([(1.05, 0.95), (0.97, 1.0)]) is NONE  # about right
     off = [(2.0, 0.5), (2.0, 0.5)]
-    found = corrected(off, [(9.0, 9.0)] * 2, off)
-    assert found == Corrections(2.0, 0.5)
-    costs = found.applied(COSTS)
+    scaled = corrected(off, [(9.0, 9.0)] * 2, off)
+    assert scaled == Corrections(2.0, 0.5)
+    costs = scaled.applied(COSTS)
     assert costs.kinds[0].forward.pair == 2.0
     assert costs.kinds[0].backward.pair == 4.0
     assert costs.before_attention == 0.5
@@ -192,11 +192,11 @@ def test_costs_that_are_off_are_scaled_by_the_median_of_the_steps():
     # Mixing layers count as other work: two of 3 s a token after each of three layers with
     # attention.
     mixing = replace(COSTS, mixing=MixingCosts(6, 1.0, 1.0, 9.0, 1.0, 0.0, 1.0, 1.0))
-    found = corrected(
+    scaled = corrected(
         [(1.0, 2.0)] * 2, costs=mixing, between=(LAYERS - 1) * (4.0 * (4 + 2 * 3) + 1.0)
     )
-    assert (found.attention, found.other) == pytest.approx((1.0, 2.0))
-    assert found.applied(mixing).mixing == MixingCosts(6, 2.0, 2.0, 18.0, 2.0, 0.0, 1.0, 1.0)
+    assert (scaled.attention, scaled.other) == pytest.approx((1.0, 2.0))
+    assert scaled.applied(mixing).mixing == MixingCosts(6, 2.0, 2.0, 18.0, 2.0, 0.0, 1.0, 1.0)
 
 
 def test_a_rank_that_is_slower_for_a_while():

@@ -202,9 +202,9 @@ def _train_with_stops(folder: Path, ends_at: str, stopped: int, limit_s: float) 
     trainer.train()
 
 
-def _wait_for(said: Callable[[], bool], ranks: list[Any]) -> None:
+def _wait_for(has_happened: Callable[[], bool], ranks: list[Any]) -> None:
     until = time.monotonic() + WAIT_S
-    while not said():
+    while not has_happened():
         assert all(rank.is_alive() for rank in ranks)
         assert time.monotonic() < until
         time.sleep(0.05)

@@ -93,9 +93,9 @@ def assert_losses_are_not_rounded(training: Run, results: list[Result]) -> None:
     [
         *TOGETHER,
         *(
-            pytest.param(*each, marks=pytest.mark.further_strategy)
-            for each in SINGLE
-            if each not in TOGETHER
+            pytest.param(*single, marks=pytest.mark.further_strategy)
+            for single in SINGLE
+            if single not in TOGETHER
         ),
     ],
     ids=lambda value: value if isinstance(value, str) else ", ".join(value),

@@ -62,12 +62,12 @@ class Texts(IterableDataset[dict[str, Any]]):
 
 def test_tf32_is_set_as_transformers_sets_it(tmp_path, monkeypatch):
     """GPUs alone have it."""
-    found: list[bool] = []
+    settings: list[bool] = []
     monkeypatch.setattr(training_args, "is_torch_tf32_available", lambda: True)
-    monkeypatch.setattr(training_args, "enable_tf32", found.append)
+    monkeypatch.setattr(training_args, "enable_tf32", settings.append)
     for tf32 in (True, False, None):
         DistCATrainingArguments(str(tmp_path), **OPTIONS, tf32=tf32)
-    assert found == [True, False]
+    assert settings == [True, False]
 
 
 @pytest.mark.parametrize(

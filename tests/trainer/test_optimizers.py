@@ -162,12 +162,12 @@ def test_the_optimizer_is_as_it_was():
     state = {name: value.clone() for name, value in kept["state"][0].items()}
     before = first.detach().clone()
     attributes = dict(vars(optimizer))
-    held = [g["params"] for g in optimizer.param_groups]
+    parameters = [g["params"] for g in optimizer.param_groups]
     assert why_not_on_shards(optimizer, None, CPU) == ""
     assert dict(vars(optimizer)) == attributes
     assert all(
         group["params"] is of_before
-        for group, of_before in zip(optimizer.param_groups, held, strict=True)
+        for group, of_before in zip(optimizer.param_groups, parameters, strict=True)
     )
     assert optimizer.state_dict()["param_groups"] == kept["param_groups"]
     assert all(torch.equal(optimizer.state[first][name], value) for name, value in state.items())

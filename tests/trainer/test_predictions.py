@@ -124,12 +124,12 @@ def test_predictions_and_metrics_are_those_of_one_process(
             assert "test_samples_per_second" in metrics
 
 
-def assert_equal_rows(found, expected):
+def assert_equal_rows(rows, expected):
     """Rows of documents are equal, and what follows a document is ignored."""
-    assert found.shape == expected.shape
+    assert rows.shape == expected.shape
     for row, length in enumerate(LENGTHS):
-        np.testing.assert_array_equal(found[row, :length], expected[row, :length])
-        assert (found[row, length:] == IGNORED).all()
+        np.testing.assert_array_equal(rows[row, :length], expected[row, :length])
+        assert (rows[row, length:] == IGNORED).all()
 
 
 @pytest.mark.parametrize(("policy", "longest"), [("split", 40), ("truncate", 16)])
@@ -174,7 +174,7 @@ def _errors(folder: str) -> list[str]:
     trainer = make_trainer(
         folder, given={"train_dataset": dataset, "preprocess_logits_for_metrics": of_rows}
     )
-    found = []
+    messages = []
     for function in (
         mean_of_rows,
         shifted,
@@ -184,9 +184,9 @@ def _errors(folder: str) -> list[str]:
         trainer.preprocess_logits_for_metrics = function
         with pytest.raises(ValueError, match=r"\w") as error:
             trainer.predict(dataset)
-        found.append(str(error.value))
+        messages.append(str(error.value))
     trainer.preprocess_logits_for_metrics = of_rows
-    return [*found, str(trainer.predict(dataset).predictions["chosen"].shape)]
+    return [*messages, str(trainer.predict(dataset).predictions["chosen"].shape)]
 
 
 def test_functions_that_cannot_be_given_parts_of_documents_are_refused_on_every_rank(

@@ -191,9 +191,9 @@ TOGETHER = {
 def compare_kept_together(folder: str, case: Case) -> float:
     """Compare with TRL's own order; return the shared rows of all steps."""
     expected = train(f"{folder}/stock", case, planned=False)
-    found = train(f"{folder}/together", case, planned=True)
-    compare(found, expected, WITHIN, besides=MEANS)
-    return shared_rows(found)
+    trained = train(f"{folder}/together", case, planned=True)
+    compare(trained, expected, WITHIN, besides=MEANS)
+    return shared_rows(trained)
 
 
 def shared_rows(trained: dict[str, Any]) -> float:
@@ -234,8 +234,8 @@ def train_in_bf16(folder: str) -> tuple[float, float]:
 
 
 def test_bfloat16_is_at_most_twice_as_far_from_float32_as_without_hf_distca(rank_pools, tmp_path):
-    for found, of_trl in rank_pools[2].run(train_in_bf16, str(tmp_path)):
-        assert 0 < found < 2 * of_trl
+    for planned_errors, stock_errors in rank_pools[2].run(train_in_bf16, str(tmp_path)):
+        assert 0 < planned_errors < 2 * stock_errors
 
 
 # Stock Trainer: its own collator, loss and metrics
@@ -322,8 +322,8 @@ def train_with_own_loss(folder: str, way: str) -> dict[str, Any]:
             },
             "rounding": {name: float(2.0**-24 * weight.norm()) for name, weight in before.items()},
             "predicted": [
-                np.where(predicted.label_ids[..., None] != -100, each, 0)
-                for each in predicted.predictions
+                np.where(predicted.label_ids[..., None] != -100, values, 0)
+                for values in predicted.predictions
             ],
         }
         for times in ("eval_runtime", "eval_samples_per_second", "eval_steps_per_second"):
@@ -338,10 +338,12 @@ def train_with_own_loss(folder: str, way: str) -> dict[str, Any]:
 def compare_own_loss(folder: str) -> None:
     expected = train_with_own_loss(folder, "stock")
     for way in ("mixin", "pack_padded"):
-        found = train_with_own_loss(folder, way)
-        compare(found, expected, WITHIN)
-        for mine, wanted in zip(found["predicted"], expected["predicted"], strict=True):
-            np.testing.assert_allclose(mine, wanted, rtol=1e-3, atol=1e-5)
+        trained = train_with_own_loss(folder, way)
+        compare(trained, expected, WITHIN)
+        for values, expected_values in zip(
+            trained["predicted"], expected["predicted"], strict=True
+        ):
+            np.testing.assert_allclose(values, expected_values, rtol=1e-3, atol=1e-5)
 
 
 def test_own_losses_metrics_and_predictions_of_transformers_trainer(rank_pools, tmp_path):

@@ -88,12 +88,12 @@ class Terminated(TrainerCallback):
     """Asks for a checkpoint in a step, as SIGTERM does with `enable_jit_checkpoint`."""
 
     def __init__(self, trainer: Any, step: int, event: str) -> None:
-        (found,) = (
-            each
-            for each in trainer.callback_handler.callbacks
-            if isinstance(each, JITCheckpointCallback)
+        (callback,) = (
+            candidate
+            for candidate in trainer.callback_handler.callbacks
+            if isinstance(candidate, JITCheckpointCallback)
         )
-        self._manager = found.jit_manager
+        self._manager = callback.jit_manager
         self._step = step
         setattr(self, event, self._ask)
 

@@ -150,5 +150,5 @@ def own_loss() -> None:
 )
 def test_losses_that_depend_on_the_micro_batch(arguments, trainer, reason):
     stock = {"_compute_loss": GRPOTrainer._compute_loss, "aux_loss_enabled": False}
-    found = why_shuffled(SimpleNamespace(args=SimpleNamespace(**arguments), **{**stock, **trainer}))
-    assert (found is None) if reason is None else (reason in found)
+    text = why_shuffled(SimpleNamespace(args=SimpleNamespace(**arguments), **{**stock, **trainer}))
+    assert (text is None) if reason is None else (reason in text)

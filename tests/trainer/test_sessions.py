@@ -117,10 +117,12 @@ def trained(
     count = trainer.args.gradient_accumulation_steps
     steps = []
     for number, (loss, gradients) in enumerate(zip(noted.losses, noted.gradients, strict=True)):
-        of_step = read[number * count : (number + 1) * count]
-        documents = np.concatenate([batch.excerpts["document"] for batch in of_step]).tolist()
-        shared_rows = sum(batch.plan.shared_rows for batch in of_step)
-        nano_batches = max(len(batch.plan.nano_batches) for batch in of_step)
+        documents_of_step = read[number * count : (number + 1) * count]
+        documents = np.concatenate(
+            [batch.excerpts["document"] for batch in documents_of_step]
+        ).tolist()
+        shared_rows = sum(batch.plan.shared_rows for batch in documents_of_step)
+        nano_batches = max(len(batch.plan.nano_batches) for batch in documents_of_step)
         steps.append(Step(loss, gradients, documents, shared_rows, nano_batches))
     return steps
 
@@ -142,11 +144,11 @@ def alone(documents: Sequence[int], lora: bool = False) -> tuple[float, dict[str
     }
 
 
-def error(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> float:
+def error(gradients: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> float:
     """The largest error of a gradient, relative to the largest gradient of the weight."""
-    assert found.keys() == expected.keys()
+    assert gradients.keys() == expected.keys()
     return max(
-        float((found[name] - expected[name]).abs().max() / expected[name].abs().max())
+        float((gradients[name] - expected[name]).abs().max() / expected[name].abs().max())
         for name in expected
     )
 
@@ -173,8 +175,8 @@ def test_steps_equal_each_document_alone(rank_pools, tmp_path, ranks, sft, argum
     results = rank_pools[ranks].run(trained, str(tmp_path), arguments, sft)
     for step in results[0]:
         assert_equals_alone(step)
-    every = [step.documents for step in results[0]]
-    assert all([step.documents for step in result] == every for result in results)
+    documents_of_steps = [step.documents for step in results[0]]
+    assert all([step.documents for step in result] == documents_of_steps for result in results)
 
 
 @pytest.mark.parametrize("sft", [False, True], ids=["documents", "sft"])
@@ -310,9 +312,11 @@ def test_an_evaluation_computes_each_document_alone(tmp_path):
         learning_rate=0.0,
     )
     trainer.train()
-    (found,) = [entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry]
+    (logged_loss,) = [
+        entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry
+    ]
     loss, _ = alone(range(len(data)))
-    assert found == pytest.approx(loss, rel=1e-5)
+    assert logged_loss == pytest.approx(loss, rel=1e-5)
     (logged,) = [entry for entry in trainer.state.log_history if "distca/shared_rows" in entry]
     assert logged["distca/shared_rows"] > 0
 

@@ -154,7 +154,10 @@ def _losses_beyond(folder: str, kind: str) -> list[float]:
 def test_a_document_is_rotated_by_its_own_length(rank_pools, tmp_path, kind, ranks):
     documents = random_documents([300, 100])
     stock = small_model("llama", "sdpa", **WIDE, **ROTARY[kind])
-    short, both = (reference_step(stock, each)[0] for each in (documents[1:], documents))
+    short, both = (
+        reference_step(stock, documents_of_step)[0]
+        for documents_of_step in (documents[1:], documents)
+    )
     for losses in rank_pools[ranks].run(_losses_beyond, str(tmp_path), kind):
         assert losses == pytest.approx([both, both, short], rel=1e-6)
 
@@ -163,18 +166,22 @@ def test_a_document_is_rotated_by_its_own_length(rank_pools, tmp_path, kind, ran
 def test_columns(tmp_path, source):
     """Columns that the model does not take are left out or refused; lengths are checked."""
     loss, _ = reference_step(small_model(implementation="sdpa"), random_documents(LENGTHS))
-    of_step = {"max_steps": 1, "gradient_accumulation_steps": 8, "save_strategy": "no"}
+    arguments = {"max_steps": 1, "gradient_accumulation_steps": 8, "save_strategy": "no"}
     columns = {"text": "words", "token_type_ids": [0]}
-    trainer = make_trainer(str(tmp_path), source, columns=columns, **of_step)
+    trainer = make_trainer(str(tmp_path), source, columns=columns, **arguments)
     trainer.train()
     assert trainer.state.log_history[0]["loss"] == pytest.approx(loss, rel=1e-6)
     with refused(Data.UNKNOWN_COLUMNS, unknown=["text"]):
         make_trainer(
-            str(tmp_path), source, columns={"text": "words"}, remove_unused_columns=False, **of_step
+            str(tmp_path),
+            source,
+            columns={"text": "words"},
+            remove_unused_columns=False,
+            **arguments,
         ).train()
     with refused(Data.WRONG_LENGTH, length=150, column="tokens", stated=4):
         make_trainer(
-            str(tmp_path), source, columns={"tokens": 4}, length_column_name="tokens", **of_step
+            str(tmp_path), source, columns={"tokens": 4}, length_column_name="tokens", **arguments
         ).train()
 
 
@@ -268,9 +275,9 @@ def test_accuracy_and_entropy_are_those_of_the_evaluated_targets(tmp_path):
     labels = [-100, *chosen[:-1].tolist()]
     labels[5:9] = [-100] * 4
     labels[9] = (labels[9] + 1) % 64
-    wanted = [{"input_ids": documents[0].tolist(), "labels": labels}]
+    rows = [{"input_ids": documents[0].tolist(), "labels": labels}]
     trainer = make_trainer(str(tmp_path))
-    assert trainer.evaluate(wanted)["eval_mean_token_accuracy"] == (len(labels) - 6) / (
+    assert trainer.evaluate(rows)["eval_mean_token_accuracy"] == (len(labels) - 6) / (
         len(labels) - 5
     )
 

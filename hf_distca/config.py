@@ -248,7 +248,7 @@ class DistCAConfig:
 
     @property
     def chooses(self) -> bool:
-        """Whether the planner may choose anything for every micro-batch."""
+        """Whether predicted seconds decide any setting anew for every micro-batch."""
         return AUTO in (self.document_layout, self.balance_tolerance, self.ping_pong)
 
     def planning(self, ranks: int, ranks_per_node: int | tuple[int, ...] = 1) -> dict[str, Any]:

@@ -181,7 +181,7 @@ def memory_rows(figures: dict[str, Any], device_memory: float | None) -> dict[st
 
 
 def memory_table(rows: dict[str, list[str]]) -> str:
-    """Return what `memory_rows` returns as text."""
+    """Return the rows of `memory_rows` as a table of text."""
     lines = []
     for name, values in rows.items():
         cells = "".join(f"{value:>9}" for value in values)

@@ -26,10 +26,10 @@ def offload_of(
     profile: str,
     memory: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """Return what a step with offloaded checkpoints takes.
+    """Return the memory and seconds of a step with offloaded checkpoints.
 
-    It is that of the strategy that takes the least memory of a device. A layer waits for its copy
-    as far as the copy takes longer than the computation of a layer.
+    The figures are those of the strategy that takes the least memory of a device. A layer waits for
+    its copy as far as the copy takes longer than the computation of a layer.
 
     Args:
         profile: costs of the device, see `DeviceProfile.load`.
@@ -74,7 +74,7 @@ def offload_of(
 
 
 def offload_lines(figures: dict[str, Any]) -> Iterator[str]:
-    """Yield the lines of a table of what `offload_of` returns."""
+    """Yield the lines of the table of a step with offloaded checkpoints, from `offload_of`."""
     rows = {
         f"offloaded under {figures['strategy']}": (
             f"{figures['layers']} layers, {figures['host_bytes'] / GB:.1f} GB of host memory a "

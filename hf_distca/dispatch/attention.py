@@ -225,7 +225,7 @@ class _Send(torch.autograd.Function):
 
 
 class _Compute(torch.autograd.Function):
-    """Phases between the two pauses."""
+    """Autograd node that runs the phases between the two pauses of core attention."""
 
     @staticmethod
     def forward(ctx: Any, core: CoreAttention, token: Tensor) -> Tensor:

@@ -46,7 +46,7 @@ class Packing(NamedTuple):
 
 
 class BoundCuts:
-    """Segments of one rank in a nano-batch, and what they exchange."""
+    """Segments of one rank in a nano-batch, with the routes of their halos and states."""
 
     def __init__(self, layout: Layout, rank: int, buffer: IndexBuffer) -> None:
         # Rows of each segment, in row order.
@@ -401,8 +401,8 @@ class StateExchange(_Exchange):
 def _chained(numbers: Sequence[int], factors: list[Tensor], offsets: list[Tensor]) -> Tensor:
     """Return the state after several numbered segments, from their offsets and factors.
 
-    It is the offset of the last number, plus its factor times the state before. A factor is [H, K,
-    K] or [H].
+    The state after a number is its offset, plus its factor times the state before. A factor is
+    [H, K, K] or [H].
     """
     first_number, *further_numbers = numbers
     state = offsets[first_number].clone()  # not in memory that is used again

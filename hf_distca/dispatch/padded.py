@@ -251,10 +251,11 @@ def _with_sequences(
     sequence: NDArray[np.int64],
     numbering: tuple[NDArray[np.int64], NDArray[np.int64]],
 ) -> NDArray[np.void]:
-    """Return a table of dtype SHARE of held rows and the sequence of each entry; -1 for a filler.
+    """Return the rows that ranks hold as a table of dtype SHARE, with the sequence of each entry.
 
     Args:
-        numbering: [sequences] rank that was given each one, and its index there.
+        sequence: [entries] number of each entry's sequence; -1 for a filler.
+        numbering: [sequences] rank that was given each sequence, and its index there.
     """
     shares = np.empty(len(rows_of_ranks), SHARE)
     for name in ("rank", "micro_batch", "start", "stop", "offset"):

@@ -36,7 +36,7 @@ NOT_MEASURED = nullcontext()
 
 
 class Work(NamedTuple):
-    """One core attention."""
+    """The core attention that a span belongs to: a layer, a nano-batch and a direction."""
 
     layer: int | None  # None if the model does not give an index
     nano_batch: int
@@ -54,7 +54,7 @@ NO_ROWS = Rows()
 
 
 class Span(NamedTuple):
-    """A measured interval of time."""
+    """Measured interval of time on a rank."""
 
     kind: Kind
     part: str  # name of the step, section, phase, exchange, kernel call or server

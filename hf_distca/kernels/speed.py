@@ -64,7 +64,7 @@ def measured_need(device: torch.device) -> Need:
 def measure_speed(kernel: Kernel, device: torch.device) -> float:
     """Return the query-key pairs per second of a forward and backward.
 
-    It is the median of at least three.
+    The rate is the median of at least three.
     """
     on_cuda = device.type == "cuda"
     need = measured_need(device)

@@ -133,7 +133,7 @@ class FlashVarlenKernel:
     def _padded(self, head_dim_qk: int, head_dim_v: int, device: torch.device) -> tuple[int, int]:
         """Return the least head dims that the kernel takes and that hold these.
 
-        Both are the same multiple of 8.
+        The two dims are the same multiple of 8.
         """
         return (-(-max(head_dim_qk, head_dim_v) // 8) * 8,) * 2
 

@@ -34,22 +34,19 @@ class Training:
 
     strategy: Strategy
     mixed: bool  # compute in bfloat16, else in float32; ddp autocasts float32 weights
-    checkpointing: Mapping[str, Any] | None = (
-        None  # transformers' `activation_checkpointing_kwargs`; None without
-    )
+    # Transformers' `activation_checkpointing_kwargs`; None without checkpointing.
+    checkpointing: Mapping[str, Any] | None = None
     shards: int | None = None  # of the state; None for one per rank
-    liger: Mapping[str, Any] | None = (
-        None  # transformers' `liger_kernel_config`; None without Liger's kernels
-    )
+    # Transformers' `liger_kernel_config`; None without Liger's kernels.
+    liger: Mapping[str, Any] | None = None
     offload: bool = False  # what checkpoints of layers keep is on the host
-    accumulates: bool = (
-        True  # a step has several micro-batches; else gradients are freed before each
-    )
+    # Whether a step has several micro-batches; if not, gradients are freed before each.
+    accumulates: bool = True
 
 
 @dataclass(frozen=True)
 class RankMemory:
-    """Bytes on a rank."""
+    """Memory that a training step takes on a rank, in bytes."""
 
     state: ModelState  # kept from step to step
     parts: dict[Part, int]  # further bytes of a micro-batch, at the peak

@@ -10,7 +10,7 @@ from hf_distca.models.tensor_parallel import ranks_of_share
 
 
 class ModelState(NamedTuple):
-    """Bytes on a rank."""
+    """Bytes of weights, gradients and optimizer on a rank."""
 
     weights: int  # parameters, including parameters gathered from other ranks at a time
     gradients: int  # gradients, and the buckets in which ranks reduce gradients

@@ -120,9 +120,7 @@ COUNTED_FUNCTIONS: dict[str, Any] = {
 
 
 def grouped_products(rows_RI: Tensor, weights_XIO: Tensor, offs: Tensor) -> Tensor:
-    """Return an empty product of rows with the weights of their experts.
-
-    It stands in for transformers' `_grouped_mm`.
+    """Stand in for transformers' `_grouped_mm`: return an empty product of rows and experts.
 
     Of fake tensors torch's grouped_mm takes only bfloat16, and transformers' own function reads
     `offs` on some versions.
@@ -154,10 +152,10 @@ def without_writes() -> Iterator[None]:
 
 
 def unequal_chunks(count: int, rows: int) -> Sequence[int]:
-    """Return those of `hf_distca.patches.loss.chunk_starts` whose chunks may take different memory.
+    """Return the first rows of the loss's chunks, without chunks that take the memory of others.
 
-    The first chunk follows none, the second follows one, and the last may be shorter. All between
-    are like the second.
+    The first chunk follows none, the second follows one, and the last may be shorter. All chunks
+    between take what the second takes. `hf_distca.patches.loss.chunk_starts` returns all of them.
     """
     starts = range(0, count, rows)
     return [*starts[:2], *starts[2:][-1:]]

@@ -62,7 +62,7 @@ def layer_runs(plan: BoundPlan) -> Iterator[None]:
 def plan_mixing(layer: nn.Module) -> int:
     """Let a layer's mixing modules keep documents apart, and return their number.
 
-    They do so inside `layer_runs`.
+    The modules keep documents apart inside `layer_runs`.
     """
     modules = mixing_modules(layer)
     for module in modules:

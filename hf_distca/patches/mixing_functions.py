@@ -50,7 +50,7 @@ class MixingCall:
         self.mixed: list[str] = []  # functions that the module has called, in order
 
     def run(self, forward: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a forward whose functions find this call."""
+        """Run the module's forward. Replaced functions find this call while it runs."""
         token = _call.set(self)
         try:
             return forward(*args, **kwargs)

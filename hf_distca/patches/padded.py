@@ -143,7 +143,7 @@ def unpacked(packed: "PackedBackbone") -> Iterator[None]:
 
 
 class PackedBackbone(nn.Module):
-    """Base that precedes a backbone's own class."""
+    """Forward of a backbone that packs padded batches; a base class before the backbone's own."""
 
     batches: PaddedBatches
     packs = True  # whether padded batches are packed

@@ -63,7 +63,7 @@ class Chains:
 def halos(layout: Layout, rank: int, width: int) -> Halos:
     """Return the places of a rank's rows and halos.
 
-    They serve a convolution whose kernel has width + 1 rows.
+    The halos are those of a convolution whose kernel has width + 1 rows.
     """
     segments = layout.segments
     # 1. Rows of halos: parts [start, stop) of a document, each held by one segment.

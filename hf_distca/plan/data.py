@@ -96,7 +96,7 @@ class Branches:
 
 @dataclass(frozen=True, eq=False)
 class Layout:
-    """All segments of one micro-batch."""
+    """Placement of documents on ranks: which rank holds which rows of a nano-batch."""
 
     lengths: NDArray[np.int64]
     """[documents] one past the last row of each document. A document attends causally to its own

@@ -169,7 +169,9 @@ class Routes:
 def make_routes(plan: Plan, rank: int) -> Routes:
     """Return the routes of a worker.
 
-    One at or above plan.layout.ranks is a dedicated server and holds no rows.
+    Args:
+        rank: number of the worker. Dedicated servers, which hold no rows, have the numbers from
+            plan.layout.ranks on.
     """
     queries, first_hop, second_hop = rows_to_move(plan)
     stages = 1 + max(int(moves["stage"].max(initial=0)) for moves in (queries, first_hop))

@@ -279,7 +279,7 @@ def _inside_nodes(transfers: tuple[Transfer, ...]) -> tuple[Transfer, ...]:
 def _local_calls(
     direction: Direction, turn: Turn, calls: frozenset[CallKey]
 ) -> dict[Place, tuple[KernelCall, ...]]:
-    """Return the kernel calls on local tasks by the place at which they run."""
+    """Return the kernel calls on local tasks by their place in the schedule."""
     places = LOCAL_TASKS[direction, turn]
     tasks: tuple[TaskName, ...] = ("local 1/2", "local 2/2")
     if len(places) == 1 or ("local 1/2", 0) not in calls:

@@ -28,7 +28,7 @@ def usual_stages(nano_batches: int) -> int:
 def stage_slots(stages: int, *, forwards: bool) -> tuple[int, ...]:
     """Return [stages] the memory slot that each stage has.
 
-    It has the slot from the departure of K and V until dK and dV are back.
+    A stage has its slot from the departure of K and V until dK and dV are back.
     """
     return tuple(stage % (BUFFERS_IN_HOPS if forwards else BUFFERS) for stage in range(stages))
 
@@ -72,9 +72,9 @@ def stage_rows(
 
 
 def rows_by_stage(plan: Plan) -> NDArray[np.int64]:
-    """Return [stages, 2, ranks] rows that each rank sends and receives.
+    """Return [stages, 2, ranks] K/V rows that each rank sends and receives in a plan's stages.
 
-    They are `moves.rows_by_stage` of a plan.
+    `moves.rows_by_stage` counts them.
     """
     _, first, second = moves.rows_to_move(plan)
     return moves.rows_by_stage(first, second, plan.layout.ranks)

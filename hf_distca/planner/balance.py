@@ -253,8 +253,8 @@ def tasks_of_workers(tasks: Table, problem: Problem, nodes: IntArray, limit: Flo
 def _cut_for_room(start: int, stop: int, room: float, problem: Problem) -> int:
     """Return up to which row a worker takes rows [start, stop) of a document.
 
-    It takes as many pairs as it has room for, up to a block's boundary. It takes all rows if either
-    side would be smaller than a block.
+    The worker takes as many pairs as it has room for, up to a block's boundary. It takes all rows
+    if either side would be smaller than a block.
     """
     block, window = problem.block, problem.pair_window
     full = row_reaching(pairs(0, start, window) + max(room, 0.0), window)

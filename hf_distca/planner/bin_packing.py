@@ -82,7 +82,7 @@ class Bins:
         preference: Preference,
         when_full: Preference | None = None,
     ) -> IntArray:
-        """Give each item to the bin that is preferred most of those with room.
+        """Give each item to the most preferred bin that has room.
 
         Of bins that are preferred alike the first one gets the item.
 

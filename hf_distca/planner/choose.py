@@ -383,7 +383,7 @@ class _Search:
     def as_set(self) -> list[Candidate]:
         """List candidates with the layout of the settings.
 
-        Those that move nothing for balance come first.
+        Candidates that move nothing for balance come first.
         """
         placing = Placing.of_all(self._seconds, self._speeds)
         bound = self._even_share + self._seconds_of_calls(1)

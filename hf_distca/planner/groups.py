@@ -73,7 +73,7 @@ def _paired(sizes: list[int]) -> list[int]:
 
 @dataclass(frozen=True, eq=False)
 class Placing:
-    """Documents of each group."""
+    """Placement of documents in groups of ranks, which exchange nothing with each other."""
 
     sizes: tuple[int, ...]  # [groups] ranks of each group
     documents: tuple[IntArray, ...]
@@ -104,7 +104,7 @@ def place_in_groups(
 ) -> Placing | None:
     """Give documents to groups of equal work.
 
-    The costliest document comes first, and each goes to the group with the least work of those with
+    The costliest document comes first. Each document goes to the group with the least work that has
     room for it.
 
     Args:
@@ -209,7 +209,7 @@ def joined_nodes(
 def _joined_until_alike(
     seconds: Sequence[float], nodes_of_groups: Sequence[int], limit: float
 ) -> list[int]:
-    """Join groups that compute longer than a limit to those with the least work.
+    """Join groups that compute longer than a limit to the groups with the least work.
 
     Args:
         seconds: [groups] seconds that a rank of each group computes.

@@ -236,7 +236,7 @@ class _Cutter:
     def _leaves_rest(self, rank: _NextRank) -> bool:
         """Return whether the uncut rows stay together, since they fit the rank.
 
-        They do not if ranks took rows of the head for lack of other documents.
+        The rows do not stay together if ranks took rows of the head for lack of other documents.
         """
         uncut = rank.uncut
         if uncut.head != uncut.first and not self._head_rows:

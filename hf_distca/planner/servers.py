@@ -198,7 +198,7 @@ def seconds_of(
 ) -> float:
     """Return the seconds of the busiest rank's pairs and of the busiest link's bytes.
 
-    They are those of a layer's forward and backward, for a plan over ranks alone.
+    The seconds are of a layer's forward and backward, for a plan over ranks alone.
     """
     loads = loads_of(plan, settings.row_overhead)
     computing_s = float(loads.max()) / pairs_per_second

@@ -232,7 +232,7 @@ class Call:
         return [self._spec(name) for name in _REPLIED[self.direction]]
 
     def _spec(self, name: str) -> TensorSpec:
-        """Return what is known of a tensor; a gradient has the shape of its tensor."""
+        """Return the shape and dtype of a tensor by name; gradients have it too."""
         kind = self.kind
         tensor = name.removeprefix("d")
         if tensor == "lse":

@@ -45,7 +45,7 @@ class CountedPlan:
     def most_of_ranks(self) -> tuple[IntArray, IntArray]:
         """Query rows, and K/V rows, of the exchanges among ranks.
 
-        Both are [2, ranks] by link: the larger of what each rank sends and receives.
+        Each array is [2, ranks] by link: the larger of what a rank sends and receives.
         """
         moved = self.among_ranks
         return moved.queries.max(axis=1)[:, : self.ranks], moved.keys.max(axis=1)[:, : self.ranks]

@@ -38,7 +38,7 @@ class CountedCuts:
         return self.segments + (self.uncut_documents > 0)
 
     def bytes_moved(self, halo: float, state: float) -> float:
-        """Return the busiest rank's bytes in a layer's forward.
+        """Return the bytes of halos and states that the busiest rank exchanges in a forward.
 
         Args:
             halo: bytes of a halo.

@@ -291,7 +291,7 @@ class StepCosts:
     def row_work(self, kind: AttentionKind) -> float:
         """Return the cost of a row besides core attention, in query-key pairs.
 
-        The pairs are those of layers of a kind.
+        A pair costs what it costs in layers of a kind.
         """
         (costs,) = (costs for costs in self.kinds if costs.kind == kind)
         pair = costs.layers * (costs.forward.pair + costs.backward.pair)

@@ -55,7 +55,7 @@ class _LinkUse(NamedTuple):
 
 
 class _TransferSize(NamedTuple):
-    """Size of a transfer."""
+    """Bytes that a transfer moves, and the links that it takes."""
 
     largest: FloatArray  # [ranks] the most bytes of a rank on a link
     links: list[_LinkUse]  # links in use

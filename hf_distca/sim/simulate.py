@@ -120,13 +120,10 @@ def columns_of(figures: Mapping[str, Any]) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Gain:
-    """Speed of the best planned strategy over that of another strategy.
+    """Speed-up of the best planned strategy over another strategy."""
 
-    Least and most of any micro-batch.
-    """
-
-    speed_up: float
-    least: float
+    speed_up: float  # of all micro-batches together
+    least: float  # of a single micro-batch
     most: float
 
 

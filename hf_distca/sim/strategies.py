@@ -40,7 +40,7 @@ class StepTime(Walked):
 
 @dataclass(frozen=True, eq=False)
 class Strategy:
-    """Training strategy.
+    """Way to divide documents over ranks that the simulator compares.
 
     `step` predicts a micro-batch from document lengths, and returns its plan if there is one.
     """

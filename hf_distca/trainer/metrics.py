@@ -44,7 +44,7 @@ SHARED = "Sequences share rows"
 
 
 class Metric(NamedTuple):
-    """A logged figure."""
+    """Unit and meaning of a figure that the trainer logs."""
 
     unit: str  # "share" is from 0 to 1
     meaning: str  # since the last log

@@ -39,7 +39,7 @@ else:  # a subclass names the trainer
 
 
 class PlannedTraining(_Trainer):
-    """Base of the mixins."""
+    """Part of a planned training that packed documents and padded batches have in common."""
 
     packs_documents: ClassVar[bool]
     """Whether the trainer packs documents. Otherwise it gets padded batches."""

@@ -110,7 +110,7 @@ class Pool:
             self._connect({server: listed[server] for server in new_servers})
 
     def _connect(self, new_servers: Mapping[int, ServerHello]) -> None:
-        """Connect to servers; those to which every rank has a link take part. A collective."""
+        """Connect to servers. Servers to which every rank has a link take part. A collective."""
         # 1. This rank tries to connect. A failure is final if another try would end alike.
         links: dict[int, ServerLink] = {}
         failures: dict[int, tuple[str, bool]] = {}

@@ -47,14 +47,18 @@ in order."""
 VOCABULARY = 67
 """A size that nothing else has: where a model has it, tensors of tokens × vocabulary are looked
 for."""
-COMMON: dict[str, Any] = {
+QUIET: dict[str, Any] = {
     "report_to": [],
     "disable_tqdm": True,
     "dataloader_pin_memory": False,
     "logging_steps": 1,
-    "logging_nan_inf_filter": False,
     "save_strategy": "no",
     "lr_scheduler_type": "constant",
+}
+"""Arguments of trainings of a few steps: each step is logged, and nothing else is written."""
+COMMON: dict[str, Any] = {
+    **QUIET,
+    "logging_nan_inf_filter": False,
     "train_sampling_strategy": "sequential",
     "max_steps": 2,
     "bf16": False,

@@ -21,15 +21,10 @@ import hf_distca
 from hf_distca.planner import prefixes
 from tests.models_and_batches import exchanging, small_model
 from tests.trainer.chats import WORDS, tokenizer
-from tests.trainer.comparison import launched, whole
+from tests.trainer.comparison import QUIET, launched, whole
 
 COMMON: dict[str, Any] = {
-    "report_to": [],
-    "disable_tqdm": True,
-    "dataloader_pin_memory": False,
-    "logging_steps": 1,
-    "save_strategy": "no",
-    "lr_scheduler_type": "constant",
+    **QUIET,
     "max_steps": 4,
     "bf16": False,
     "optim": "sgd",

@@ -24,17 +24,12 @@ from hf_distca.trainer import loaders
 from hf_distca.trainer.sharing import documents_share_rows, why_documents_stay_alone
 from tests.models_and_batches import exchanging, small_model
 from tests.trainer.chats import tokenizer
-from tests.trainer.comparison import launched, whole
+from tests.trainer.comparison import QUIET, launched, whole
 from tests.trainer.sessions import IGNORED, sessions
 from tests.trainer.small_trainers import make_trainer, parameters_hash
 
-QUIET: dict[str, Any] = {
-    "report_to": [],
-    "disable_tqdm": True,
-    "dataloader_pin_memory": False,
-    "logging_steps": 1,
-    "save_strategy": "no",
-    "lr_scheduler_type": "constant",
+COMMON: dict[str, Any] = {
+    **QUIET,
     "learning_rate": 0.0,
     "max_grad_norm": 1e9,
     "max_steps": 2,
@@ -96,7 +91,7 @@ def trained(
     """The steps of a rank's training."""
     unset_hf_deepspeed_config()
     model = model_of("distca", lora)
-    settings = {**QUIET, **exchanging(model), "output_dir": folder, **arguments}
+    settings = {**COMMON, **exchanging(model), "output_dir": folder, **arguments}
     classes: Any = (hf_distca.DistCATrainer, hf_distca.DistCATrainingArguments)
     given: dict[str, Any] = {"model": model, "train_dataset": sessions()}
     if sft:

@@ -138,6 +138,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> None:
     """Plan, print and write; raise InputError if the options or files cannot be used."""
+    # 1. Read everything and plan. What is wrong is said before planning begins.
     check_writable(options.report, options.dump)
     _check_model_options(options)
     try:
@@ -151,6 +152,7 @@ def run(options: argparse.Namespace) -> None:
         plan_ms = (time.perf_counter() - began) * 1e3
     except ValueError as error:
         raise InputError(str(error)) from error
+    # 2. Figures of the plan, and of the model's memory.
     figures = _figures(documents_of(lengths), plan, settings, options) | {
         "plan_ms": round(plan_ms, 3),
         "advice": [] if cut_advice is None else [cut_advice],
@@ -159,6 +161,7 @@ def run(options: argparse.Namespace) -> None:
     if model is not None:
         model_figures, memory = _figures_of_model(model, plan, settings, options)
         figures |= model_figures
+    # 3. Files, and then either JSON or tables.
     if options.report:
         write(options.report, plan_report(figures, memory))
     if options.dump:

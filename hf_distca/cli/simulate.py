@@ -125,6 +125,7 @@ def run(options: argparse.Namespace) -> None:
         )
     check_model(options.model)
     try:
+        # 1. The model's shape. A model by name needs torch, so the lengths are read before it.
         config, profile = config_of(options), _profile(options)
         nodes = nodes_of_ranks(config, options.ranks)
         shape = MODELS.get(options.model)
@@ -135,6 +136,7 @@ def run(options: argparse.Namespace) -> None:
         if shape is None:
             shape, layout = _shape_and_layout(options.model, config)
             _check_heads(shape, options.tensor_parallel)
+        # 2. The setup that is simulated, and the settings of its plans.
         setup = Setup(
             model=shape,
             profile=profile,
@@ -151,6 +153,7 @@ def run(options: argparse.Namespace) -> None:
         from hf_distca.cli.model import read_config
         from hf_distca.memory.simulated import gpu_memory
 
+        # 3. The simulation.
         memory = gpu_memory(setup, read_config(options.model), settings, config)
         padded = [] if options.padded is None else _padded(options, setup, settings)
         result = simulate(
@@ -158,6 +161,7 @@ def run(options: argparse.Namespace) -> None:
         )
     except ValueError as error:
         raise InputError(str(error)) from error
+    # 4. The result, as a file and in the terminal.
     figures = _figures(options, result, padded, setup)
     figures["simulated_in"] = round(time.perf_counter() - began, 3)
     if options.report:

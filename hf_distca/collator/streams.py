@@ -140,6 +140,7 @@ class StreamPacker(IterableDataset[dict[str, Any]]):
                 example = self._texts.tokenized(example, name)
             document = token_document(example, name, self.columns)
             self.limits.check_document(document, name)
+            # A document beyond the limit is refused, truncated or, below, split.
             end = document.shape[1]
             if end > limit and self.long_documents == "error":
                 self.limits.check_length(end, name)

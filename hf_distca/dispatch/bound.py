@@ -468,12 +468,14 @@ class BoundPlan:
         self.kept_results = KeptResults() if kept_results is None else kept_results
         nano_batches = plan.nano_batches
         buffer = IndexBuffer(runtime.device, in_one_go)
+        # 1. The nano-batches. A kind whose rows never move takes no part in turns.
         turns: tuple[Turn, ...] = ("alone",) if len(nano_batches) == 1 else ("first", "second")
         local_kinds = {kind for kind in nano_batches[0].plans if _is_local(kind, nano_batches)}
         self.nano_batches = tuple(
             BoundNanoBatch(index, nano, rank, turn, local_kinds, buffer)
             for index, (nano, turn) in enumerate(zip(nano_batches, turns, strict=True))
         )
+        # 2. Such a kind runs once over both nano-batches.
         self.local = self.nano_batches[0].local
         if len(turns) > 1:
             first, second = (nano.local for nano in self.nano_batches)
@@ -481,6 +483,7 @@ class BoundPlan:
             for kind in first:
                 lengths = (*first[kind].shapes.q_lens, *second[kind].shapes.q_lens)
                 self.local[kind] = BoundTasks.bind_documents(lengths, kind.window, buffer)
+        # 3. All row numbers go to the device in one copy.
         buffer.send()
         self.rows = sum(nano.rows for nano in self.nano_batches)
         self.is_part = False

@@ -175,7 +175,7 @@ class Pass:
         routes = self.routes
         local = self.local
         stage = transfer.stage
-        # Rows that are in use at once have different slots.
+        # 1. The buffer. Rows that are in use at once have different slots.
         if transfer.rows == "queries":
             slot = ("queries", 0)
             route = routes.queries
@@ -192,6 +192,7 @@ class Pass:
             (*slot, core.nano.index, bool(core.lost)), route, columns
         )
         self._under_way[transfer] = buffer
+        # 2. Rows leave; results and gradients return on the same way.
         match transfer.rows, transfer.back:
             case (("queries" | "keys"), False):
                 buffer.send(columns, route.rows)

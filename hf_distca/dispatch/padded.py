@@ -97,6 +97,7 @@ def read_sequences(
     if mask_BL.numel() == 0:
         nothing = np.zeros(len(mask_BL), np.int64)
         return Sequences(nothing, nothing, () if share_prefixes else None)
+    # 1. Figures of each sequence, read from the device in one copy.
     is_token_BL = mask_BL != 0
     columns = is_token_BL.shape[1]
     lengths_B = is_token_BL.sum(1)
@@ -106,6 +107,7 @@ def read_sequences(
     highest_B = input_ids_BL.masked_fill(~is_token_BL, 0).amax(1)
     figures = torch.stack([lengths_B, firsts_B, lasts_B, lowest_B, highest_B]).cpu().numpy()
     lengths, firsts, lasts, lowest, highest = figures
+    # 2. The first sequence that cannot be packed is named.
     for sequence in np.flatnonzero((lengths > 0) & (lasts - firsts + 1 != lengths))[:1]:
         raise Batch.HOLES.error(
             sequence=sequence,

@@ -227,12 +227,14 @@ class FlashVarlenKernel:
         """See `Kernel.backward`."""
         check_tensors(q_QHD, k_KGD, v_KGE, shapes, params.causal)
         head_dim_p, head_dim_r = self._padded(q_QHD.shape[2], v_KGE.shape[2], q_QHD.device)
+        # 1. Contiguous tensors, in head dims that the kernel takes.
         q_QHP, k_KGP = _ready(q_QHD, head_dim_p), _ready(k_KGD, head_dim_p)
         v_KGR, do_QHR, o_QHR = (
             _ready(v_KGE, head_dim_r),
             _ready(do_QHE, head_dim_r),
             _ready(o_QHE, head_dim_r),
         )
+        # 2. One kernel call for each range of tasks.
         parts = []
         for part, q_rows, k_rows in task_ranges(shapes, self.backward_grid, q_QHD.shape[1]):
             do, q, o, lse = (_slice(x, q_rows) for x in (do_QHR, q_QHP, o_QHR, lse_QH))
@@ -247,6 +249,8 @@ class FlashVarlenKernel:
             if has_pairs:  # else filled in below
                 self._backward(*tensors, lse.T.contiguous(), dq=dq, dk=dk, dv=dv, **options)
             parts.append((dq, dk, dv))
+        # 3. The gradients of all tasks. Kernels leave rows without keys, and keys without rows, as
+        #    they find them.
         dq_parts, dk_parts, dv_parts = zip(*parts, strict=True)
         dq_QHD, dk_KGD = _joined(dq_parts, q_QHD.shape[2]), _joined(dk_parts, q_QHD.shape[2])
         dv_KGE = _joined(dv_parts, v_KGE.shape[2])

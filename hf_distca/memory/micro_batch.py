@@ -118,6 +118,7 @@ def count_peaks(
         depth: decoder layers of the model that is meant, which has the first half of the layers
             again and again; None if these are all. The peak is that of the meant model.
     """
+    # 1. Weights, and the plan's index tensors and exchange buffers, which are there throughout.
     layers = decoder_layers(model)
     live = _live_memory(len(layers), depth or len(layers))
     live.belong([*model.parameters(), *model.buffers()], "weights")
@@ -127,6 +128,7 @@ def count_peaks(
     for nano in bound.nano_batches:  # made now, since tables cannot be made of fake tensors
         nano.cuts.bind(halo_widths(base))
 
+    # 2. Hooks that tell the parts of the step from each other.
     def decoder_ended(_module: nn.Module, _args: Any, output: Any) -> None:
         live.part = "loss"
         live.repeats = False
@@ -140,6 +142,7 @@ def count_peaks(
         assert parameter.grad is not None
         live.belong([parameter.grad], "gradients")
 
+    # 3. What would launch a kernel, or read a number, is replaced while the step runs.
     first: Any = next(model.parameters())
     mode: FakeTensorMode = first.fake_mode
     experts = patch.object(moe, "_grouped_mm", grouped_products)
@@ -148,6 +151,7 @@ def count_peaks(
     with ExitStack() as counting:
         for context in (*guards, mode, live):
             counting.enter_context(context)
+        # 4. Gradients of an earlier micro-batch.
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         hooks = [
             parameter.register_post_accumulate_grad_hook(gradient_made) for parameter in trained
@@ -155,6 +159,7 @@ def count_peaks(
         with live.making("gradients"):
             for parameter in trained:
                 parameter.grad = torch.empty_like(parameter) if use.accumulates else None
+        # 5. The step, whose peak is the result.
         live.begin()
         names = ("input_ids", "position_ids", "labels", "shift_labels")
         batch = {name: torch.zeros((1, bound.rows), dtype=torch.long) for name in names}

@@ -102,6 +102,7 @@ def mixing_shape(model: PreTrainedModel) -> MixingShape | None:
         all_modules += modules
     if not all_modules:
         return None
+    # 3. A convolution reads the rows of its kernel before a segment. All modules are alike.
     first_module = all_modules[0]
     convolution = next(
         (inner for inner in first_module.modules() if isinstance(inner, nn.Conv1d)), None

@@ -313,6 +313,7 @@ def lightning_attention(
 
         return Result(output, read, (decays_TH[-1] if has_later else None, offset))
 
+    # The module's own parts around the recurrence, as in its stock forward.
     qkv = module.act_fn(module.qkv_proj(hidden_states))
     values = qkv.unflatten(2, (heads, -1))[..., -size:]
     mixed = _recur(call, (qkv,), values, False, ((heads,), (heads, size, size)), run)

@@ -248,6 +248,7 @@ class AttentionServer:
                     channel.send(Alive(), timeout_s=ANSWER_S)
                 if channel.has_news(_POLL_S):
                     return channel.receive(ANSWER_S)[0]
+                # Report what changed, at most every STATUS_S; an idle server reports less often.
                 seconds = time.monotonic() - begin
                 if seconds < STATUS_S:
                     continue
@@ -274,6 +275,7 @@ class AttentionServer:
         if not isinstance(hello, RankHello):
             raise ProtocolError(f"a rank begins with its hello, got {type(hello).__name__}")
         with self._on_device():
+            # 1. Replace an earlier link of the rank.
             link = RankLink(channel, hello, self._memory)
             with self._changed:
                 previous = self._links.get(link.rank)
@@ -283,6 +285,7 @@ class AttentionServer:
                 self._links[link.rank] = link
                 if link.rank == 0:
                     self._plans.clear()  # rank 0 may begin anew
+            # 2. Take messages until the connection ends.
             link.outbox.put(partial(channel.send, link.welcome))
             try:
                 while True:

@@ -190,6 +190,7 @@ class Arena(Memory):
 
         Peers do not wait for the GPU's streams.
         """
+        # 1. Blocks that the GPU's stream may still read cool down until it has passed this point.
         returned = [self._returned.popleft() for _ in range(len(self._returned))]
         if self.stream is None:  # nobody reads what the host has dropped
             self._free += returned
@@ -202,6 +203,7 @@ class Arena(Memory):
                 break
             self._free += blocks
             self._cooling.popleft()
+        # 2. Neighbours in a slab become one block.
         merged: list[Block] = []
         for slab, start, stop in sorted(self._free):
             if merged:

@@ -173,6 +173,7 @@ def _beside_computation(exchanges: Exchanges, peers: Sequence[int]) -> tuple[flo
     buffer = exchanges.buffer(peers, OVERLAP_ROWS)
     smallest = exchanges.buffer(peers, EXCHANGED_ROWS[0])
     x = torch.randn(256, 256, device=device)
+    # 1. Seconds to start an exchange of the fewest rows, and seconds of an exchange of many.
     starts = []
     exchange_times = []
     for _ in range(1 + REPEATS):
@@ -183,7 +184,8 @@ def _beside_computation(exchanges: Exchanges, peers: Sequence[int]) -> tuple[flo
         began = time.perf_counter()
         buffer.send().wait()
         exchange_times.append(time.perf_counter() - began)
-    # Computation that takes twice as long as the exchange.
+    # 2. Computation that takes twice as long as the exchange, alone and beside it. Its loss is the
+    #    rank's own time for the exchange. The first repetition warms up.
     product_s = max(groups.all_gather(seconds_of(lambda: x @ x, device)))
     exchange_s = max(groups.all_gather(median(exchange_times[1:])))
     products = min(max(int(2 * exchange_s / product_s), 1), 10_000)
@@ -230,11 +232,13 @@ def with_links(
             return within, within
         return within, measured_link(exchanges, next_node, alone=alone, limit_s=limit_s)
 
+    # 1. The exchange, beside computation too, and torch's collectives where they differ.
     within, between = measured(alone=False, limit_s=limit_s)
     slower = next_in_node if within.bandwidth < between.bandwidth else next_node
     exchange = links = Links(within, between, *_beside_computation(exchanges, slower))
     if collectives and exchanges.device.type == "cuda":
         links = Links(*measured(alone=True, limit_s=inf))
+    # 2. The mean of what the ranks measured of their devices.
     sharing = ranks_per_core(groups) if exchanges.device.type == "cpu" else 1.0
     changes: dict[str, Any] = {}
     for name in ("flops_per_second", "bytes_per_second", "launches"):

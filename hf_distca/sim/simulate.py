@@ -380,6 +380,7 @@ def advice(
     Args:
         plain, planned: the two strategies that are compared.
     """
+    # 1. What plans gain.
     gain = plain.step_seconds / planned.step_seconds
     speed = f"{gain:.2f}× the speed of {plain.name}, the best other strategy."
     if gain < NOT_WORTH:
@@ -393,6 +394,7 @@ def advice(
         if planned.document_layout != "auto":
             layout = f"document_layout={planned.document_layout!r}, "
         yield f"{speed} Set {layout}tokens_per_rank={tokens_per_rank}."
+    # 2. What exchanges cost.
     waits = planned.exchange_seconds / planned.step_seconds
     if waits > MOST_WAITS:
         yield (
@@ -401,6 +403,7 @@ def advice(
         )
         if planned.document_layout != "auto":
             yield "A larger balance_tolerance moves fewer rows."
+    # 3. What other strategies cut.
     if plain.documents_cut > planned.documents_cut:
         yield (
             f"Every other strategy cuts documents: {plain.name} cuts "

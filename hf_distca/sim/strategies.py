@@ -60,12 +60,13 @@ CHOSEN = "hf_distca, chosen"
 def all_strategies(setup: Setup, settings: PlanSettings, servers: int) -> tuple[Strategy, ...]:
     """Return all strategies that are compared.
 
-    Each that plans sets its own layout, and one uses servers if any.
+    Each planned strategy sets its own layout. One uses the servers, if there are any.
     """
 
     def context_parallel_step(context: int) -> Callable[[IntArray], tuple[StepTime, None]]:
         return lambda lengths: (data_and_context_parallel(lengths, setup, context), None)
 
+    # 1. Strategies without plans: packing, and groups of 1, 2, 4, … ranks that share documents.
     strategies = [Strategy(PLAIN, lambda lengths: (plain(lengths, setup), None))]
     context = 1
     while setup.ranks % context == 0:
@@ -81,6 +82,7 @@ def all_strategies(setup: Setup, settings: PlanSettings, servers: int) -> tuple[
         step = partial(planned, setup=setup, settings=plan_settings, servers=servers)
         strategies.append(Strategy(name, step, document_layout=layout, servers=servers))
 
+    # 2. Plans with each layout, and the plan that training would choose.
     layouts = ("whole",) if settings.document_layout == "whole" else ("fixed", "joint")
     for layout in layouts:
         add_planned(f"hf_distca, {layout}", layout, replace(settings, document_layout=layout))

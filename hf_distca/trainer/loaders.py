@@ -191,6 +191,7 @@ class PackedLoaders:
         limits = self._dispatcher.limits
         name = self._name(dataset)
         lengths, _ = self.lengths(dataset)
+        # 1. The size of a bin: all rows of a micro-batch, or those of a rank for whole documents.
         stay_whole = self._dispatcher.settings.document_layout == "whole" or bins > 1
         if bins == 0:
             bins = groups.ranks if stay_whole else 1
@@ -198,11 +199,13 @@ class PackedLoaders:
             capacity = groups.ranks * self._args.tokens_per_rank
         bin_capacity = capacity // bins
         limit_name = "tokens_per_rank" if stay_whole else "ranks · tokens_per_rank"
+        # 2. The excerpts that fit.
         excerpts = fit_documents(
             lengths, bin_capacity, self._args.long_documents, limit_name, name=name, limits=limits
         )
         excerpt_lengths = excerpts["stop"] - excerpts["start"]
         self._dispatcher.see_length(int(excerpt_lengths.max(initial=0)))
+        # 3. A data set without targets is refused once, on all ranks together.
         if id(dataset) not in self._have_targets:
             error: Exception | None = None
             try:

@@ -309,6 +309,7 @@ class StepMeter(TrainerCallback):
         }
         if measured.padded_rows:
             figures["padding_share"] = 1 - tokens / measured.padded_rows
+        # Rows a step, where padding is left out or beginnings are shared.
         if self.steps and (measured.padded_rows or shared_rows):
             figures["computed_rows"] = (tokens - shared_rows) / self.steps
             figures["shared_rows"] = shared_rows / self.steps

@@ -339,6 +339,7 @@ class DistCAMixin(PlannedTraining):
 
         The output has predictions if the caller wants more than the loss.
         """
+        # 1. Evaluate, and collect sums over targets, and predictions if they are wanted.
         arguments = arguments_by_name(super(PlannedTraining, self).evaluation_loop, args, kwargs)
         prefix = arguments.get("metric_key_prefix", "eval")
         loss_alone = arguments.get("prediction_loss_only")
@@ -350,11 +351,13 @@ class DistCAMixin(PlannedTraining):
         output = super().evaluation_loop(**arguments)
         if not self._evaluated:
             return output
+        # 2. Means over all targets take the place of means over micro-batches.
         if output.metrics is not None:
             for name, mean in self._evaluation_means().items():
                 output.metrics[f"{prefix}_{name}"] = mean
         if predictions is None:
             return output
+        # 3. Predictions by document, and the caller's metrics of them.
         values, labels = predictions.joined()
         metrics = dict(output.metrics or {})
         if self.compute_metrics is not None:

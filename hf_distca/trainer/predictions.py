@@ -174,6 +174,8 @@ class Predictions:
                     )
             return result
 
+        # Once, the rows are given in two halves too: a function that looks at other rows would give
+        # other values, and values would depend on the chunk that a row is in.
         rows = label_1C.shape[1]
         result = call(slice(rows))
         if rows > 1 and not self._compared:

@@ -17,9 +17,9 @@ from tests.survey.tiny import tiny_config
 from tests.trainer.chats import tokenizer
 
 BYTES = [
-    f"bytes_{where}_nodes{of}"
+    f"bytes_{where}_nodes{figure_suffix}"
     for where in ("within", "between")
-    for of in ("", "_bottleneck", "_busiest_node")
+    for figure_suffix in ("", "_bottleneck", "_busiest_node")
 ]
 KEYS = [
     *(

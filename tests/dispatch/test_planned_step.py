@@ -525,22 +525,21 @@ class Servers:
             self.plan.nano_batches[work.nano_batch],
         )
         plan = nano.plans[kind]
-        assert {ranks + asked.server for asked in servers} == {*plan.tasks["worker"].tolist()} - {
-            *range(ranks)
-        }
+        workers = {ranks + server_rows.server for server_rows in servers}
+        assert workers == {*plan.tasks["worker"].tolist()} - {*range(ranks)}
         assert all(len(column_T) == nano.layout.tokens[rank] for column_T in rows.values())
         self.events.append(("start", *work, tuple(rows)))
         answers = {}
-        for asked in servers:
+        for server_rows in servers:
             sent = {
-                name: take(x, asked.q_rows if name in OF_QUERIES else asked.k_rows)
+                name: take(x, server_rows.q_rows if name in OF_QUERIES else server_rows.k_rows)
                 for name, x in rows.items()
             }
-            assert (len(sent["q"]), len(sent["k"])) == (asked.q_count, asked.k_count)
+            assert (len(sent["q"]), len(sent["k"])) == (server_rows.q_count, server_rows.k_count)
             received = self.groups.all_gather(sent)
-            answer = computed(self.kernel, plan, ranks + asked.server, received, params)[rank]
-            if asked.q_count + asked.k_count:
-                answers[asked.server] = answer
+            answer = computed(self.kernel, plan, ranks + server_rows.server, received, params)[rank]
+            if server_rows.q_count + server_rows.k_count:
+                answers[server_rows.server] = answer
         return SimpleNamespace(collect=partial(self._collect, work, answers))
 
     def _collect(self, work, answers):

@@ -175,7 +175,8 @@ def test_torch_takes_the_arguments(name):
 
 CAPPED, WIDE, FULL = {"softcap": 30.0, "window": None}, {"head_dim": 256}, {"window": None}
 FA3, FA4, NEWER_FA4 = (
-    {"active": each} for each in (("FA3", "2.11.0"), ("FA4", "2.11.0"), ("FA4", "2.13.0+cu130"))
+    {"active": implementation}
+    for implementation in (("FA3", "2.11.0"), ("FA4", "2.11.0"), ("FA4", "2.13.0+cu130"))
 )
 
 

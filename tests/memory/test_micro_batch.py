@@ -93,7 +93,7 @@ def test_a_few_chunks_of_the_loss_take_what_all_take(monkeypatch, model_type, us
         prepare_model(model, options, ping_pong=False, memory=10**9)
         settings = PlanSettings(1, TOKENS, tuple(layers_by_kind(model)))
         monkeypatch.setattr(
-            micro_batch, "unequal_chunks", lambda *of: kept.append(chosen(*of)) or kept[-1]
+            micro_batch, "unequal_chunks", lambda *counts: kept.append(chosen(*counts)) or kept[-1]
         )
         return count_micro_batch(model, plan_micro_batch([TOKENS], settings), 0, use)
 

@@ -177,7 +177,7 @@ def test_routes_carry_the_bytes_that_are_counted(plan, stage_rows):
         assert number.queries[:, 0].sum(0).tolist() == (queries * sent).sum(1).tolist()
         assert number.keys[:, 1].sum(0).tolist() == (sum(keys) * sent).sum(0).tolist()
     for worker, mine in enumerate(routes):
-        asked = [
+        remote_pairs = [
             group.pairs
             for stage in mine.stages
             for group in (stage.remote_query, stage.remote_query_prefix)
@@ -186,7 +186,7 @@ def test_routes_carry_the_bytes_that_are_counted(plan, stage_rows):
         if plan.window is None:
             assert counted.local.pairs[worker] == mine.local.pairs
         assert counted.local.pairs[worker] + counted.remote_kv.pairs[worker] == sum(local_pairs)
-        assert counted.remote_query.pairs[worker] == sum(asked)
+        assert counted.remote_query.pairs[worker] == sum(remote_pairs)
     assert loads_of(plan).tolist() == loads_by_row(plan)
     assert (loads_of(plan, 3) - loads_of(plan)).sum() == 3 * plan.layout.own_lengths.sum()
 

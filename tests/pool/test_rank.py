@@ -96,9 +96,9 @@ def test_calls_leave_when_they_are_ready_and_replies_may_come_in_another_order(e
     ]
     for asked_for, data in reversed(sent[1:]):
         far.send(reply(asked_for.call_id), [data])
-    assert [link.wait(each, 60) for each in (first, *answers)] == [reply(0), reply(1), reply(2)]
+    assert [link.wait(item, 60) for item in (first, *answers)] == [reply(0), reply(1), reply(2)]
     assert bytes([*received, *rest]) == b"ok"
-    assert [each.tolist() for each in others] == [[1, 1], [2, 2]]
+    assert [item.tolist() for item in others] == [[1, 1], [2, 2]]
     assert begin <= first.departed <= first.arrived
     assert link.within_host is True
     assert link.carried_by == "TCP (no RDMA)"
@@ -269,19 +269,22 @@ def other_rank(changed, **methods):
 def test_results_come_by_name_and_what_they_took_is_recorded(make_pool):
     pool = make_pool(7)
     plan, at_servers = pool.bind(plan_micro_batch([64], SETTINGS), SETTINGS)
-    asked = ServerRows(0, make_routes(plan.nano_batches[0].plans[SLIM], 0), 1, IndexBuffer(CPU))
-    assert asked.q_count > 0
+    server_rows = ServerRows(
+        0, make_routes(plan.nano_batches[0].plans[SLIM], 0), 1, IndexBuffer(CPU)
+    )
+    assert server_rows.q_count > 0
     rows = {"q": torch.zeros(64, 2, 8), "k": torch.zeros(64, 1, 8), "v": torch.zeros(64, 1, 8)}
     recording = pool.recorder.listen()
     link = pool.links[7]
     first, second = (
-        at_servers.start(WORK, [asked], SLIM, AttentionParams(scale=0.5), rows) for _ in range(2)
+        at_servers.start(WORK, [server_rows], SLIM, AttentionParams(scale=0.5), rows)
+        for _ in range(2)
     )
     assert recording.take() == []
     results, lost = second.collect()
     assert lost == frozenset()
     shapes = {name: x_N.shape for name, x_N in results[0].items()}
-    assert shapes == {"o": (asked.q_count, 2, 8), "lse": (asked.q_count, 2)}
+    assert shapes == {"o": (server_rows.q_count, 2, 8), "lse": (server_rows.q_count, 2)}
     assert recording.take() == [
         Span("call", "7", WORK, 10.0, 13.0),
         Span("server", "7", WORK, 11.25, 13.0, pairs=40),

@@ -221,8 +221,12 @@ def test_an_agent_takes_no_core_while_nothing_moves_and_listens_on_the_named_int
     time.sleep(0.5)
     assert time.process_time() - begin < 0.1
     assert agent.listens_on == "lo"
-    sockets = [each for each in psutil.net_connections("tcp") if each.pid == os.getpid()]
-    assert {each.laddr.ip for each in sockets if each.status == "LISTEN"} == {"127.0.0.1"}
+    sockets = [
+        connection for connection in psutil.net_connections("tcp") if connection.pid == os.getpid()
+    ]
+    assert {connection.laddr.ip for connection in sockets if connection.status == "LISTEN"} == {
+        "127.0.0.1"
+    }
 
 
 @pytest.mark.parametrize(

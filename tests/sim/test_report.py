@@ -69,7 +69,7 @@ def test_a_report_is_one_file_with_labels_in_which_a_colour_has_one_meaning(repo
     # What is wider than a phone scrolls in a box of its own, so that the page does not.
     boxes = {child: box for box in page.iter("div") for child in box}
     wide = [*pictures, *(table for table in page.iter("table") if table.get("class") != "facts")]
-    assert {boxes[each].get("class") for each in wide} == {"picture", "table"}
+    assert {boxes[element].get("class") for element in wide} == {"picture", "table"}
     for box in (".picture, .table", "pre"):
         assert re.search(rf"^{re.escape(box)} \{{[^}}]*overflow-x: auto;", text, re.M)
 

@@ -133,7 +133,7 @@ def test_figures_of_a_strategy():
 def test_documents_beyond_all_ranks_are_cut_and_counted_for_every_strategy_and_named():
     simulation, strategies = figures_of([[40], [10, 2]])  # two ranks of 8 tokens hold 16
     assert simulation.tokens == 16 + 10 + 2
-    cut = {name: each.documents_cut for name, each in strategies.items()}
+    cut = {name: figures.documents_cut for name, figures in strategies.items()}
     assert (
         cut["hf_distca, joint"]
         == cut["hf_distca, chosen"]
@@ -152,30 +152,30 @@ def test_documents_beyond_all_ranks_are_cut_and_counted_for_every_strategy_and_n
 def test_gpus_of_servers_and_tensor_parallelism():
     setup = replace(SETUP, tensor_parallel=2)
     settings = replace(SETTINGS, kinds=(setup.on_a_gpu(KIND),))
-    strategies = {
-        each.name: each
-        for each in simulate([np.array([8, 4])], setup, settings, 1, servers=1).strategies
-    }
-    assert {each.gpus for each in strategies.values() if not each.servers} == {2 * 2}
+    simulation = simulate([np.array([8, 4])], setup, settings, 1, servers=1)
+    strategies = {figures.name: figures for figures in simulation.strategies}
+    without_servers = [figures for figures in simulation.strategies if not figures.servers]
+    assert {figures.gpus for figures in without_servers} == {2 * 2}
     assert strategies["hf_distca, joint, 1 servers"].gpus == (2 + 1) * 2
 
 
 def test_memory_is_asked_for_the_plan_whose_busiest_rank_exchanges_the_most():
-    asked = {}
+    requests = {}
 
     def memory(strategy, rows, plan):
-        asked[strategy.name] = (
+        requests[strategy.name] = (
             rows,
             plan and [nano.layout.lengths.tolist() for nano in plan.nano_batches],
         )
         return 7, None if strategy.context > 1 else 5
 
     _, by_name = figures_of([[2, 2], [16], [4, 4, 4, 4]], memory=memory)
-    assert {name: asked[name] for name in asked if name.startswith("hf_distca")} == {
+    assert {name: requests[name] for name in requests if name.startswith("hf_distca")} == {
         f"hf_distca, {layout}": (8, [[16]]) for layout in ("fixed", "joint", "chosen")
     }
-    assert asked["plain packing"] == (8, None)
-    assert {(each.rows_bytes, each.state_bytes) for each in by_name.values()} == {(7, 5), (7, None)}
+    assert requests["plain packing"] == (8, None)
+    counted = {(figures.rows_bytes, figures.state_bytes) for figures in by_name.values()}
+    assert counted == {(7, 5), (7, None)}
 
 
 def test_gains_and_loads():
@@ -199,8 +199,9 @@ def test_gains_and_loads():
         simulation.best_planned,
     ]
     assert simulation.load["plain packing"] == (3 * 3 * 36, 3 * 3 * (10 + 10))  # 8 of 12; 4 and 4
-    assert sum(each["documents"] for each in simulation.histogram) == simulation.documents == 6
-    assert sum(each["tokens"] for each in simulation.histogram) == simulation.tokens == 32
+    bins = simulation.histogram
+    assert sum(length_bin["documents"] for length_bin in bins) == simulation.documents == 6
+    assert sum(length_bin["tokens"] for length_bin in bins) == simulation.tokens == 32
     # The best strategy without plans cuts the fewest documents.
     whole, shared = by_name["whole documents balanced"], by_name["context parallel, 1 × 2"]
     assert (whole.documents_cut, shared.documents_cut) == (1 / 6, 0)  # of all documents

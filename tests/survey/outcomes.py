@@ -7,6 +7,7 @@ rotary embeddings trains again with those that depend on the length of a documen
 does with longrope, and in a loop with dynamic NTK.
 """
 
+import math
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -219,9 +220,9 @@ def _compared(pool: Any, before: Outcome, rope_type: str | None, ways: tuple[str
             errors[name] = (
                 (one - other).abs().max() / torch.maximum(other.abs().max(), least)
             ).item()
-        worst = max(
-            errors, key=lambda name, of=errors: of[name] if of[name] == of[name] else float("inf")
-        )
+        # An error that is not a number is the worst.
+        comparable = {name: math.inf if math.isnan(x) else x for name, x in errors.items()}
+        worst = max(comparable, key=comparable.__getitem__)
         told.append(f"{rope_type or way}: {worst}, loss {got:.6f} for {expected:.6f}")
         errors_of_ways[rope_type or way] = errors[worst]
     status: Status = (

@@ -414,8 +414,8 @@ def test_memory_is_logged_with_a_warning_if_it_does_not_fit(tmp_path, caplog, mo
     caplog.clear()
     with caplog.at_level("INFO", "hf_distca.trainer.memory"):
         for memory in (10**10, 10**8):
-            taken = log_memory(*of_trainer, memory)
-            warn_of_memory(taken, offloaded=0)
+            memory_of_rank = log_memory(*of_trainer, memory)
+            warn_of_memory(memory_of_rank, offloaded=0)
     messages = [f"{record.levelname} {record.message}" for record in caplog.records]
     assert re.match(r"INFO memory with 8192 tokens on each rank: .* of 10\.0 GB \(", messages[0])
     assert messages[2].startswith("WARNING tokens_per_rank=8192 will not fit: ")
@@ -447,11 +447,11 @@ def test_memory_is_logged_with_a_warning_if_it_does_not_fit(tmp_path, caplog, mo
     counted = []
     with monkeypatch.context() as patch:
         patch.setattr(trainer.args, "bf16", False)
-        taken = RankMemory(ModelState(96, 0, 0), {})
+        memory_of_rank = RankMemory(ModelState(96, 0, 0), {})
         patch.setattr(
             MemoryCounter,
             "count",
-            lambda *args, rank: counted.append((rank, args[2].mixed)) or taken,
+            lambda *args, rank: counted.append((rank, args[2].mixed)) or memory_of_rank,
         )
         caplog.clear()
         for memory, bytes_per_value in ((102, 4), (100, 2)):  # 96 is more than 0.95 of 100

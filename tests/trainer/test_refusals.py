@@ -282,7 +282,7 @@ def test_each_rule_refuses_its_case(table):
             CHECKS[table](**case)
         messages.append(str(error.value))
     assert any(TEXTS.get(table, "") in message for message in messages)
-    for _, case in (each for each in NOT_REFUSED if each[0] == table):
+    for _, case in (not_refused for not_refused in NOT_REFUSED if not_refused[0] == table):
         CHECKS[table](**case)
 
 

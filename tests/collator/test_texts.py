@@ -64,7 +64,7 @@ class Rows(IterableDataset):
         self.epoch = epoch
 
 
-TEXTS = [{"text": f"w{number}"} for number in range(5)]
+EXAMPLES = [{"text": f"w{number}"} for number in range(5)]
 
 
 @pytest.mark.parametrize(
@@ -89,7 +89,7 @@ def test_a_rank_tokenizes_its_share_of_a_stream(make_rows, expected):
             tokenized.extend(texts)
             return tokenizer()(texts)
 
-    stream = TextStream(make_rows(TEXTS), "train_dataset", "text", Counting())
+    stream = TextStream(make_rows(EXAMPLES), "train_dataset", "text", Counting())
     (batch,) = StreamPacker(stream, 2, 0, 8)
     assert tokenized == expected
     tokens = [token for text in expected for token in (int(text[1:]) + 5, END)]
@@ -97,7 +97,7 @@ def test_a_rank_tokenizes_its_share_of_a_stream(make_rows, expected):
 
 
 def test_a_stream_of_texts_keeps_rows_that_have_tokens_and_has_the_epoch_of_its_rows():
-    rows = Rows([{"input_ids": [3], "labels": [3]}, *TEXTS])
+    rows = Rows([{"input_ids": [3], "labels": [3]}, *EXAMPLES])
     stream = TextStream(rows, "train_dataset", "text", tokenizer())
     with_tokens, of_text, *_ = stream
     assert with_tokens == {"input_ids": [3], "labels": [3]}
@@ -107,7 +107,7 @@ def test_a_stream_of_texts_keeps_rows_that_have_tokens_and_has_the_epoch_of_its_
     assert stream.rows.epoch == 7
     stream.set_epoch(8)
     assert stream.rows.epoch == 8
-    assert not hasattr(TextStream(TEXTS, "train_dataset", "text", None), "set_epoch")
+    assert not hasattr(TextStream(EXAMPLES, "train_dataset", "text", None), "set_epoch")
 
 
 GOOD = {"text": "w1"}

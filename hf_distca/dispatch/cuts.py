@@ -234,6 +234,7 @@ class HaloExchange(_Exchange):
         (received_RC,) = self._wait("forward") if self.known is None else self.known
         if self._keeps:
             self._kept.keep(self._key, (received_RC.clone(),))  # the exchange reuses its memory
+        # Own rows and halos side by side, each document's halo before its segment.
         x_XC = x_TC.new_zeros((bound.rows, *x_TC.shape[1:]))
         x_XC.index_copy_(0, bound.places_T, x_TC)
         x_XC.index_copy_(0, bound.local_places, x_TC.index_select(0, bound.local_rows))
@@ -342,6 +343,8 @@ class StateExchange(_Exchange):
 
     def end_back(self) -> list[Tensor | None]:
         """Finish the backward's exchange and return the gradients of `send`'s arguments."""
+        # The backward of S_out = A S_in + B runs from the last segment to the first, with A
+        # transposed: dB is the gradient of S_out, and dA is dB S_inᵀ.
         factors, d_states = self._arrived("backward")
         transposed = [factor.mT if factor.dim() == 3 else factor for factor in factors]
         states = iter(self._states)

@@ -182,6 +182,7 @@ def plan_sequences(
         ValueError: A sequence has more tokens than all ranks, or one rank where documents stay
             whole, may hold.
     """
+    # 1. Number the sequences of all ranks, and find their equal beginnings.
     owners = [
         (rank, sequence, length)
         for rank, lengths in enumerate(lengths_of_ranks)
@@ -203,6 +204,7 @@ def plan_sequences(
         hashes = [hashes_of_ranks[rank][sequence] for rank, sequence, _ in owners]
         shared = share_prefixes(lengths.tolist(), hashes, capacity)
 
+    # 2. Divide trees among micro-batches, and plan each.
     forest = Forest.of(shared.lengths, shared.branches)
     plans, parts = [], []
     for micro_batch, trees in enumerate(_divided(forest.tree_lengths, capacity, settings)):
@@ -214,6 +216,7 @@ def plan_sequences(
         parts.append(held_rows(plans[-1], micro_batch, documents))
     rows_of_ranks = with_offsets(np.concatenate(parts))
 
+    # 3. Which sequence each held row comes from, and which rows each sequence gets back.
     numbering = sources, sequences
     shares = _with_sequences(rows_of_ranks, shared.owners_of(rows_of_ranks["document"]), numbering)
     readers = _with_sequences(*rows_read(rows_of_ranks, shared, lengths), numbering)
@@ -324,6 +327,7 @@ class RowTravel:
         """Return the way of rows of dtype SHARE, by rank: both ends number them in this order."""
         ranks = self._groups.ranks
         columns = self.shape[1]
+        # 1. Rows that leave this rank's padded batch.
         leaving = shares[shares["source"] == self._groups.rank]
         sequences = leaving["sequence"]
         rows = leaving["stop"] - leaving["start"]
@@ -331,6 +335,7 @@ class RowTravel:
         sent = _counts(leaving["rank"], rows, ranks)
         padded_rows = expand(first_rows, rows)
 
+        # 2. Rows that arrive among the rows which this rank computes.
         arriving = self._arriving(shares)
         rows = arriving["stop"] - arriving["start"]
         received = _counts(arriving["source"], rows, ranks)
@@ -528,6 +533,7 @@ class PaddedBatches:
         Raises:
             ValueError: A rank's batch cannot be packed; on every rank.
         """
+        # 1. Plan the sequences of all ranks.
         groups = self.dispatcher.groups
         batch_of_rank: list[tuple[PaddedBatch, Sequences]] = []
 
@@ -542,10 +548,12 @@ class PaddedBatches:
         )
         planned = self._planned(tuple(sequences_of_ranks)).result()
         ((batch, sequences),) = batch_of_rank
+        # 2. Send the columns of the padded batch to the ranks that compute their rows.
         travel = RowTravel(planned, sequences, batch.mask.shape, groups, batch.mask.device)
         rows_NC = travel.forth(
             torch.stack([column_BL.flatten() for column_BL in batch.columns.values()], 1)
         )
+        # 3. Divide the rows that have arrived among the micro-batches, and bind their plans.
         sizes = travel.rows_of_micro_batches.tolist()
         micro_batches = []
         for plan, part_NC in zip(planned.plans, rows_NC.split(sizes), strict=True):
@@ -578,6 +586,7 @@ class PaddedBatches:
 
     def _planned(self, sequences_of_ranks: tuple[OfRank, ...]) -> Future[PlannedSequences]:
         """Return the plans for sequences, which a thread makes if they are new."""
+        # New costs make all plans old ones.
         if self._settings is not self.dispatcher.settings:
             self._plans.clear()
             self._settings = self.dispatcher.settings
@@ -585,6 +594,7 @@ class PaddedBatches:
         settings = self._settings
         if settings.choices is not None and not has_backward:
             settings = replace(settings, choices=settings.choices.forward_only())
+        # A plan that is used again becomes the newest; the oldest is dropped.
         key = sequences_of_ranks, has_backward or settings.choices is None
         planned = self._plans.pop(key, None)
         if planned is None:

@@ -126,6 +126,7 @@ class Signs:
         with self._lock:
             if self._asked is not None and not self._asked.done():
                 return
+            # 1. What the last request brought. A rank is seen when its sign changes.
             now = time.monotonic()
             if self._asked is not None and self._asked.exception() is None:
                 self._answered_at = now
@@ -135,6 +136,7 @@ class Signs:
                 for rank, sign in signs.items():
                     if rank not in self._seen or self._seen[rank][0] != sign:
                         self._seen[rank] = sign, now
+            # 2. The next request.
             read_ranks = self.others if look else []
             own_sign = json.dumps(self._sign(present))
             self._asked = self.line.post(
@@ -201,6 +203,7 @@ class Signs:
                     f"{name} has given no sign of life for {silent[rank]:.0f} s, and was last seen "
                     f"{place}"
                 )
+            # A rank that is elsewhere explains the wait only if no rank is missing altogether.
             elif not (silent or ended or absent or rank in ranks_here):
                 seconds = sign.seconds + time.monotonic() - seen_at
                 descriptions[rank] = f"{name} is alive and has been {place} for {seconds:.0f} s"

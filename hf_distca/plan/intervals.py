@@ -66,6 +66,7 @@ def overlaps(table: Table, ordered: Table) -> tuple[IntArray, IntArray, IntArray
         For each piece, in the order of `table`: the index of its entry in `table`, the index of the
         entry in `ordered` that holds it, start and stop.
     """
+    # (document, row) as one number: the last border up to a row begins the entry that holds it.
     borders = sortable(ordered["document"], ordered["start"])
     first_rows = sortable(table["document"], table["start"])
     last_rows = sortable(table["document"], table["stop"] - 1)

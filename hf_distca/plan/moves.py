@@ -79,6 +79,7 @@ def rows_to_move(plan: Plan) -> tuple[Table, Table, Table]:
     them. The first hop has each K/V row once per worker, or with a window once per worker and
     stage. In the second hop gateways forward rows.
     """
+    # 1. Queries, and the K/V rows that they read. Windows may need rows of several stages.
     segments = by_document(plan.layout.segments)
     ranks = plan.layout.ranks
     queries, segment = _moves_from_segments(plan.tasks, segments)
@@ -86,9 +87,11 @@ def rows_to_move(plan: Plan) -> tuple[Table, Table, Table]:
     if plan.window is not None and plan.stage_rows is not None:
         task, queries = _in_stages_of_windows(queries, plan.stage_rows, plan.window, ranks)
         _set_keys(queries, segment["start"][task], plan.window)
+    # 2. Moves of K/V rows. A document counts anew in each stage, so that its rows may move again.
     keys = _moves_of_keys(queries, segments, plan.workers, plan.layout.branches)
     for moves in (queries, keys):
         moves["document"] += moves["stage"] * len(plan.layout.lengths)
+    # 3. Two hops, and stages of full attention: a row has the same stage in both hops.
     first_hop, second_hop, forwarded = forward_inside_nodes(
         keys, plan.nodes or (0,) * plan.workers, ranks
     )
@@ -310,6 +313,7 @@ def _in_stages(
         return first_hop, second_hop
     paths = _Paths.build(first_hop, second_hop, forwarded, ranks)
     limit = stage_rows * (1 + 1 / PARTS)
+    # Smaller parts spread rows more evenly, but make more moves: try large parts first.
     part_rows = min(max(stage_rows // PARTS, 1), PIECE)
     while True:
         first_hop, second_hop = paths.in_stages(stages, part_rows)

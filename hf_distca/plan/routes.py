@@ -276,6 +276,7 @@ def _rows_by_worker(moves: Table, peer: str, workers: int) -> IntArray:
 
 def _reads(tasks: Table, arrivals: Table, branches: Branches | None) -> Table:
     """Return what tasks read, a table of dtype READ, by (task, first K/V row)."""
+    # Rows that arrive together in one stage are one stretch, and are read by one entry.
     stretches = merge_touching(arrivals, "stage")
     keys = table_of(
         ROWS, document=tasks["document"], start=tasks["keys_start"], stop=tasks["keys_stop"]

@@ -234,6 +234,7 @@ def _transfers(
     Args:
         kept_rows: rows that the backward has from the forward, which do not travel again.
     """
+    # 1. Columns that travel, and the stages in which K and V go and their gradients return.
     if direction == "forward":
         query_columns: tuple[str, ...] = ("q",)
         server_columns: tuple[str, ...] = ("q", "k", "v")
@@ -252,6 +253,7 @@ def _transfers(
         server_results = ("dq", "dk", "dv")
         key_stages = stages if kept_rows == "nothing" else 0
         returned_stages = stages
+    # 2. The transfers. Second hops exist only where rows are forwarded.
     keys = tuple(Transfer("keys", ("k", "v"), stage=stage) for stage in range(key_stages))
     keys_back = tuple(
         Transfer("keys", ("dk", "dv"), back=True, stage=stage) for stage in range(returned_stages)
@@ -386,6 +388,7 @@ def _joined(phases: list[Phase]) -> Schedule:
     for phase in phases:
         previous = schedule[-1] if schedule else None
         only_sends = not phase.wait and not phase.run
+        # What is sent alone may leave with the phase before, if that has not paused by then.
         if previous and only_sends and not previous.pause and not previous.send:
             schedule[-1] = replace(previous, send=phase.send, pause=phase.pause)
         elif phase.wait or phase.run or phase.send:

@@ -77,6 +77,7 @@ def balance(
         ValueError: settings out of range, fewer workers than ranks, or nodes that do not match the
             workers.
     """
+    # 1. Defaults and checks.
     workers = workers or settings.workers(layout.tokens) or Workers.uniform(layout.ranks)
     nodes = settings.nodes if nodes is None else nodes
     if len(workers) < layout.ranks:
@@ -87,6 +88,7 @@ def balance(
     if tolerance is None:
         tolerance = np.full(len(workers), settings.balance_tolerance)
     check_settings(float(tolerance.min()), settings.balance_block_size)
+    # 2. Balance the tasks, over nodes first where links differ.
     layout = layout_of_kind(layout, kind)
     problem = Problem(layout, kind, settings, workers, tolerance)
     group = np.zeros(len(workers), np.int64) if groups is None else np.asarray(groups)
@@ -185,6 +187,7 @@ def _passes(
         finishing = problem.workers.finishing(problem.loads(tasks))
         return float(np.max(finishing[has_limit] / limit[has_limit], initial=0.0))
 
+    # A later pass may be worse than an earlier one, so the best tasks are kept.
     best_tasks = tasks
     earliest = latest(tasks)
     for share in AIM:
@@ -207,6 +210,7 @@ def ideals_inside(loads: IntArray, workers: Workers, nodes: IntArray) -> FloatAr
     if not any(workers.base_load):
         ideal_of_node = np.bincount(nodes, loads) / np.bincount(nodes, workers.speed)
         return np.asarray(ideal_of_node[nodes])
+    # With base loads the ideal depends on which workers are late already.
     speeds, base_loads = np.asarray(workers.speed), np.asarray(workers.base_load)
     ideal = np.zeros(len(workers))
     for node in range(int(nodes.max()) + 1):

@@ -215,6 +215,7 @@ def pack_in_order(
         chosen: list[Item] = []
         passed_over: list[tuple[int, Item]] = []
         room = capacity
+        # What has waited comes first. What is left of it, and what was passed over, waits again.
         waited = iter(waiting)
         for length, item in itertools.chain(waited, source):
             if length <= room:
@@ -266,13 +267,16 @@ def ranks_of_whole(lengths: IntArray, ranks: int, tokens_per_rank: int) -> IntAr
     Returns:
         None if the documents do not fit.
     """
+    # 1. Equal tokens.
     order = largest_first(lengths)
     rank_of_document = place_evenly(lengths, order, ranks, tokens_per_rank)
     if rank_of_document is not None:
         return rank_of_document
+    # 2. As few ranks as possible.
     rank_of_document = place_tightly(lengths, order, tokens_per_rank)
     if int(rank_of_document.max()) < ranks:
         return rank_of_document
+    # 3. The bins in which the documents were drawn.
     numbered = zip(lengths.tolist(), range(len(lengths)), strict=True)
     documents_of_rank = list(pack_in_order(numbered, tokens_per_rank, look_ahead=0))
     if len(documents_of_rank) > ranks:

@@ -36,6 +36,7 @@ class Forest:
         own_lengths = (lengths - branches.starts).tolist()
         order, placed, tree_lengths = [], [], []
         for tree, root in enumerate(roots):
+            # Depth first: the rows of a branch follow the rows that they continue.
             row = 0
             waiting = [root]
             while waiting:

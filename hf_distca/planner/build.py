@@ -117,6 +117,7 @@ def _whole_on_ranks(
         halves = _halves(lengths, documents) if settings.ping_pong else None
         if halves is not None:
             rank_halves.append(halves)
+    # A rank whose documents do not divide keeps all ranks at one nano-batch.
     nano_batches = [list(documents_of_ranks)]
     if len(rank_halves) == len(documents_of_ranks):
         nano_batches = [list(documents) for documents in zip(*rank_halves, strict=True)]

@@ -218,6 +218,7 @@ def _joined_until_alike(
     Returns:
         Nodes of each group that there is then.
     """
+    # Seconds of a rank times nodes is work, up to the ranks of a node.
     waiting = deque(sorted(zip(seconds, nodes_of_groups, strict=True)))
     joined_groups = []
     while waiting:
@@ -329,6 +330,7 @@ def _groups_of(
     for documents, first_rank, ranks, seconds in zip(
         placing.documents, first_ranks, placing.sizes, placing.seconds.tolist(), strict=True
     ):
+        # Only core attention can be uneven: a group's spare time is measured in its seconds.
         attention = seconds - costs.token * int(lengths[documents].sum()) / ranks
         spare = (latest - seconds) / attention if attention > 0 else MOST_SLACK
         slack = min(max(spare, tolerance), MOST_SLACK)
@@ -567,6 +569,7 @@ def _divided_inside_nodes(
     )
     order = largest_first(seconds[documents])
     node_of_document = bins.pack(lengths[documents], seconds[documents], order, bins.least_work)
+    # Inside a node, documents and ranks are numbered from 0 on.
     tables = [table_of(SEGMENT, document=np.zeros(0, np.int64))]
     for node, (first_rank, ranks) in enumerate(zip(first_ranks.tolist(), node_sizes, strict=True)):
         node_documents = documents[node_of_document == node]
@@ -607,6 +610,7 @@ def _cut_where_room(documents: Iterable[int], lengths: IntArray, room: list[int]
         length = int(lengths[document])
         while start < length:
             rank = room.index(max(room))
+            # Without room anywhere the rest overfills a rank, and the caller sees negative room.
             stop = min(start + room[rank], length) if room[rank] > 0 else length
             pieces.append((document, start, stop, rank, 0))
             room[rank] -= stop - start

@@ -176,6 +176,7 @@ def _inter_node_costs(pieces_of_node: list[Table]) -> list[list[float]]:
     node = np.repeat(numbers, [len(table) for table in pieces_of_node])
     cost = np.zeros(len(pieces))
     pieces_of_document = np.bincount(pieces["document"])[pieces["document"]]
+    # Only documents that are cut between nodes have rows that cross.
     cut = np.flatnonzero(pieces_of_document > 1)
     for piece in cut.tolist():
         is_later = (pieces["document"][cut] == pieces["document"][piece]) & (

@@ -266,6 +266,7 @@ class _Cutter:
         uncut = rank.uncut
         tail = uncut.stop - start
         head_rows, filler_rows = rank.beside(tail)
+        # The next rank makes up for the pairs that this one misses, or has too many of.
         self._carry = rank.aim - rank.pairs(tail)
         self._filler_used += filler_rows
         self.segments.append(Segment(piece, start, uncut.stop, self._rank))

@@ -53,6 +53,7 @@ def held_rows(plan: MicroBatchPlan, micro_batch: int, documents: IntArray) -> Ta
     Args:
         documents: of the micro-batch, without fillers.
     """
+    # Fillers come after all other documents of a micro-batch.
     padded_documents = np.append(documents, np.full(plan.fillers, NO_DOCUMENT))
     parts = []
     for nano in plan.nano_batches:
@@ -82,11 +83,13 @@ def rows_read(
         rows_of_ranks: all rows of all documents, from `with_offsets`.
         lengths: [sequences] tokens of each sequence.
     """
+    # 1. The documents whose rows make up each sequence.
     whole_sequences = table_of(ROWS, document=shared.ends, stop=lengths)
     on_path, sequence = along_paths(whole_sequences, shared.branches)
     rows_of_documents = by_document(
         rows_of_ranks.compress(rows_of_ranks["document"] != NO_DOCUMENT)
     )
+    # 2. The ranks that hold these rows.
     piece, entry, start, stop = overlaps(on_path, rows_of_documents)
     source_rows = rows_of_documents.take(entry)
     source_rows["offset"] += start - source_rows["start"]

@@ -178,6 +178,7 @@ class Arena(Memory):
                     fitting = index
                     break
             if fitting is None:
+                # A new slab doubles the memory: registering is slow, so slabs are few.
                 self._grow(max(size, sum(slab.nbytes for slab in self._slabs)))
                 fitting = len(self._free) - 1
             slab, start, stop = self._free.pop(fitting)
@@ -370,6 +371,7 @@ class _NixlServerEnd(Transport):
                 self._channel.hung_up,
             )
         except BaseException:
+            # The peer may still write there: the rows must not be freed.
             memory.keep(rows)
             raise
 

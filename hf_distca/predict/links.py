@@ -157,6 +157,7 @@ def peers_of(ranks: int, ranks_per_node: int | tuple[int, ...]) -> tuple[list[in
         next_in_node += [first_rank + (rank + 1) % size for rank in range(size)]
         next_node += [(first_rank + size + rank) % ranks for rank in range(size)]
         first_rank += size
+    # Alike links have one list. Of nodes of different sizes some rank would have two peers.
     if len(sizes) in (1, ranks):
         next_in_node = next_node = [(rank + 1) % ranks for rank in range(ranks)]
     elif sorted(next_node) != list(range(ranks)):

@@ -144,8 +144,10 @@ def lengths_picture(bins: Sequence[Mapping[str, Any]]) -> Drawing:
     highest_share = max(
         max(length_bin["document_share"], length_bin["token_share"]) for length_bin in bins
     )
+    # 1. The scale of shares.
     marks = ticks(100 * highest_share)
     drawing.scale(marks, left_x, WIDTH, top_y, bottom_y, "%")
+    # 2. Two bars for each bin, and a label for as many bins as there is room: 34 pixels each.
     bin_width = (WIDTH - left_x) / len(bins)
     bins_a_label = ceil(34 / bin_width)
     for index, length_bin in enumerate(bins):

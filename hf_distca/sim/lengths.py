@@ -79,6 +79,7 @@ def micro_batches(
     begin = np.zeros(0, np.int64) if first is None else first
     waiting = np.zeros(0, np.int64)
     while True:
+        # Draw until the documents cannot all fit.
         while np.minimum(waiting, tokens).sum() <= tokens:
             waiting = np.append(waiting, np.maximum(draw(random, 256), 1))
         cut_lengths = np.minimum(waiting, tokens)

@@ -85,6 +85,7 @@ def simulate_padded(
     steps: dict[str, list[StepTime]] = {}
     rows: dict[str, int] = {}
     tokens = 0
+    # 1. A forward and a step of each batch under each strategy, and the rows that are computed.
     for batch in batches:
         for step_times, setup_of_batch in (
             (forwards, replace(setup, forward_only=True)),
@@ -101,6 +102,7 @@ def simulate_padded(
         computed[PADDED] = sum(map(sum, padded(batch.lengths)))
         for name in steps:
             rows[name] = rows.get(name, 0) + computed.get(name, batch_tokens)
+    # 2. Means over the batches.
     figures = []
     for name, strategy_steps in steps.items():
         forward_seconds = [step.seconds for step in forwards[name]]

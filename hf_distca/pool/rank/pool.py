@@ -321,6 +321,7 @@ class _CallAtServers:
     requests: dict[int, tuple[ServerLink, Answer]] = field(default_factory=dict)
 
     def collect(self) -> tuple[dict[int, dict[str, Tensor]], frozenset[int]]:
+        # 1. Wait for every server. One that fails is noted by its link.
         recorder = self.pool.recorder
         for server, (link, answer) in self.requests.items():
             with suppress(LinkLost):
@@ -331,6 +332,7 @@ class _CallAtServers:
                 recorder.add(
                     Span("server", name, self.work, arrived - reply.seconds, arrived, reply.pairs)
                 )
+        # 2. Agree with the other ranks on the servers that are lost.
         lost_ids = self.pool.without_lost(self.ids.values())
         lost = frozenset(server for server, id in self.ids.items() if id in lost_ids)
         results = {

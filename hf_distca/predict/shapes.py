@@ -56,9 +56,7 @@ class MixingShape:
 
     @property
     def touched(self) -> tuple[int, int]:
-        """Numbers that a token reads and writes in the convolution and recurrence.
-
-        The second number are further ones for r and A.
+        """Numbers that a token reads and writes in the convolution and recurrence, and further ones.
 
         The further ones are for r and A. Kernels write a state for each chunk and read it again.
         """

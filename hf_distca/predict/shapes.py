@@ -56,9 +56,9 @@ class MixingShape:
 
     @property
     def touched(self) -> tuple[int, int]:
-        """Numbers that a token reads and writes in the convolution and recurrence, and further ones.
+        """Numbers that a token reads and writes in convolution and recurrence, and in r and A.
 
-        The further ones are for r and A. Kernels write a state for each chunk and read it again.
+        Kernels write a state for each chunk and read it again.
         """
         rows, columns = self.state
         convolution = 2 * self.channels

@@ -1059,10 +1059,11 @@ def _answers_of_ranks(folder: Path) -> list[str]:
     return answers
 
 
-def test_one_rank_is_given_something_else(rank_pools, tmp_path):
-    for answers in rank_pools[2].run(_answers_of_ranks, tmp_path):
-        for seen, (_, answer) in zip(answers, OF_RANK_1.values(), strict=True):
-            assert_said(seen, answer)
+def test_one_rank_is_given_something_else(rank_pools, tmp_path, subtests):
+    for rank, answers in enumerate(rank_pools[2].run(_answers_of_ranks, tmp_path)):
+        for said, (name, (_, answer)) in zip(answers, OF_RANK_1.items(), strict=True):
+            with subtests.test(name, rank=rank):
+                assert_said(said, answer)
 
 
 def _resumed_with_damaged_costs(folder: Path) -> list[str]:

@@ -80,14 +80,14 @@ def _train(folder: str) -> dict[str, Result]:
     return {name: train_planned(folder, run, "ddp", name) for name, run in RUNS.items()}
 
 
-def test_trainings_are_those_of_one_process(rank_pools, tmp_path):
+def test_trainings_are_those_of_one_process(rank_pools, tmp_path, subtests):
     @cache
     def alone(name: str, exact: bool) -> Result:
         return train_alone(
             str(tmp_path / "alone"), RUNS["whole" if name == "resumed" else name], exact
         )
 
-    for results in rank_pools[4].run(_train, str(tmp_path)):
+    for rank, results in enumerate(rank_pools[4].run(_train, str(tmp_path))):
         for name, run in RUNS.items():
 
             def expected(exact: bool = False, name=name, noted=results[name]["noted"]) -> Result:
@@ -95,6 +95,7 @@ def test_trainings_are_those_of_one_process(rank_pools, tmp_path):
                 # A resumed training generates after its last step alone.
                 return {**result, "noted": {step: result["noted"][step] for step in noted}}
 
-            assert_equal(run, results[name], expected, "ddp")
-            assert min(results[name]["after"]) > 0
+            with subtests.test(name, rank=rank):
+                assert_equal(run, results[name], expected, "ddp")
+                assert min(results[name]["after"]) > 0
         assert list(results["resumed"]["noted"]) == ["3"]

@@ -429,9 +429,13 @@ def test_arguments_are_split_by_shape_and_results_joined():
     )  # joins gradients in one copy
     assert [list(part["stacked"].shape) for part in parts] == [[4, 1, 2, 3], [4, 1, 4, 3]]
     assert parts[1]["mask"].shape == (1, 1, 4, 1)
-    for key in ("full", "stacked", "positions"):
-        joined = join_results("x", tuple(part[key] for part in parts), sizes)
-        torch.testing.assert_close(joined, argument[key], rtol=0, atol=0)
+    joined = {
+        name: join_results("x", tuple(part[name] for part in parts), sizes)
+        for name in ("full", "stacked", "positions")
+    }
+    torch.testing.assert_close(joined["full"], argument["full"], rtol=0, atol=0)
+    torch.testing.assert_close(joined["stacked"], argument["stacked"], rtol=0, atol=0)
+    torch.testing.assert_close(joined["positions"], argument["positions"], rtol=0, atol=0)
     assert split_argument("x", [False, torch.tensor(5)], sizes) == ([False, 5], [False, 5])
     # States that layers leave to later ones.
     whole = UserDict({"old": (torch.arange(6).view(1, 1, 6, 1),)})

@@ -142,6 +142,13 @@ def test_rows_that_do_not_divide_evenly_go_to_ranks_with_room():
     assert evenly([18], [8, 9]) is None
 
 
+@pytest.mark.parametrize(("tokens", "parts"), [(7, 1), (8, 8)])
+def test_a_document_is_divided_only_if_every_part_has_a_row(tokens, parts):
+    segments = evenly([tokens], [20] * 4)
+    assert len(segments) == parts
+    assert (segments["start"] < segments["stop"]).all()
+
+
 def test_over_nodes_only_the_longest_documents_are_divided():
     segments = evenly([32, 10, 10, 2], [20] * 4, (2, 2))
     ranks_of_documents = [

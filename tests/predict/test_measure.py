@@ -4,6 +4,7 @@ import os
 import socket
 from dataclasses import replace
 from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
@@ -217,3 +218,14 @@ def test_ranks_agree_on_the_mean_of_their_profiles_and_on_the_links_that_they_me
         KernelCost(4, 6, 8, 10, 12, 14),
     )
     assert agreed.ranks_per_core == 7.0
+
+
+def test_the_own_time_of_an_exchange_is_what_computation_beside_it_takes_longer(monkeypatch):
+    # A product, then the products beside the exchange, and the products alone.
+    seconds = iter([0.001, 0.5, 0.3])
+    monkeypatch.setattr(links, "seconds_of", lambda *_: next(seconds))
+    exchanges = MagicMock(device=CPU, row_bytes=8)
+    exchanges.groups.all_gather = lambda value: [value, value]
+    start_s, lost_s_per_byte = links._beside_computation(exchanges, [0])
+    assert start_s >= 0
+    assert lost_s_per_byte == pytest.approx(0.2 / (links.OVERLAP_ROWS * 8))

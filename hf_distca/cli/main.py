@@ -1,6 +1,8 @@
 """The hf-distca command: one subcommand per tool."""
 
 import argparse
+import os
+import signal
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -32,6 +34,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     Return the tool's exit status, or 2 for unusable input.
     """
+    try:
+        return _run(arguments)
+    except KeyboardInterrupt:
+        if os.environ.get("RANK", "0") == "0":
+            print("\ninterrupted", file=sys.stderr)
+        return 128 + signal.SIGINT  # as shells have it
+
+
+def _run(arguments: Sequence[str] | None) -> int:
     texts = list(sys.argv[1:] if arguments is None else arguments)
     parser = _Parser(prog="hf-distca", description="Core attention disaggregation: tools.")
     parser.add_argument("--version", action="version", version=f"hf-distca {__version__}")

@@ -7,6 +7,8 @@ import os
 import subprocess
 import sys
 
+import pytest
+
 import hf_distca
 from hf_distca.cli.main import TOOLS
 
@@ -57,6 +59,7 @@ WRONG = [
     f"plan --lengths prolong {STEP} --model llama-8b --window 8",
     f"plan --lengths prolong {STEP} --device-memory 80",
     f"simulate --lengths prolong {STEP} --profile nowhere.json",
+    f"plan --lengths prolong {STEP} --model llama-8b --offload --profile nowhere.json",
     f"simulate --lengths prolong {STEP} --tensor-parallel 3",
     "simulate --lengths prolong --ranks 2 --tokens-per-rank 1",
 ]
@@ -112,3 +115,13 @@ def test_a_tool_that_does_not_exist(run):
     assert status == 2
     assert error.count("\n") == 1
     assert "invalid choice: 'plam'" in error
+
+
+@pytest.mark.parametrize(("rank", "said"), [("0", "\ninterrupted\n"), ("1", "")])
+def test_ctrl_c_is_one_line_of_rank_0(run, monkeypatch, rank, said):
+    def interrupt(_options):
+        raise KeyboardInterrupt
+
+    monkeypatch.setenv("RANK", rank)
+    monkeypatch.setattr("hf_distca.cli.doctor.run", interrupt)
+    assert run("doctor") == (130, "", said)

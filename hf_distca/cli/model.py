@@ -40,6 +40,9 @@ CASES = {
     "with_checkpointing": Case("yes", {}, False),
     "with_offload": Case("offload", {}, True),
 }
+TABLE_COLUMNS = 6
+"""Columns of numbers in a table of memory: two for each of three strategies, which fit a terminal
+of 100 columns."""
 NAMES: dict[Part, str] = {
     "activations": "activations",
     "cast weights": "autocast's copies of weights",
@@ -181,9 +184,13 @@ def memory_rows(figures: dict[str, Any], device_memory: float | None) -> dict[st
 
 
 def memory_table(rows: dict[str, list[str]]) -> str:
-    """Return the rows of `memory_rows` as a table of text."""
-    lines = []
-    for name, values in rows.items():
-        cells = "".join(f"{value:>9}" for value in values)
-        lines.append(f"{name:<30} {cells}")
-    return "\n".join(lines)
+    """Return the rows of `memory_rows` as text: tables that fit a terminal."""
+    count = max(map(len, rows.values()))
+    tables: list[str] = []
+    for start in range(0, count, TABLE_COLUMNS):
+        lines = []
+        for name, values in rows.items():
+            cells = "".join(f"{value:>9}" for value in values[start : start + TABLE_COLUMNS])
+            lines.append(f"{name:<30} {cells}".rstrip())
+        tables.append("\n".join(lines))
+    return "\n\n".join(tables)

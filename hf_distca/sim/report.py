@@ -348,9 +348,9 @@ def plan_report(figures: Mapping[str, Any], memory: Mapping[str, Sequence[str]])
         f"The busiest rank has {figures['max_over_mean']:.3f}× the mean core attention; packed in "
         f"order, {figures['packed_max_over_mean']:.2f}×",
         "everything here is counted from the plan of one micro-batch.",
-        f"{sum(length_bin['documents'] for length_bin in bins):,} documents, "
-        f"{sum(length_bin['tokens'] for length_bin in bins):,} tokens; {setting['ranks']} ranks "
-        f"of at most {setting['tokens_per_rank']:,} tokens.",
+        f"{counted(sum(length_bin['documents'] for length_bin in bins), 'document')}, "
+        f"{counted(sum(length_bin['tokens'] for length_bin in bins), 'token')}; "
+        f"{counted(setting['ranks'], 'rank')} of at most {setting['tokens_per_rank']:,} tokens.",
         [
             _lengths(bins),
             *cut_sections,

@@ -311,6 +311,10 @@ def test_memory_of_a_model(command, figures, tmp_path):
         "longest rows in 0.04 GB",
     ]
     assert [name for name in expected if f"\n{name} " not in f"\n{shown}"] == []
+    assert max(map(len, shown.splitlines())) <= 100  # columns of a terminal
+    first, second = shown.split("\n\n")
+    assert first.splitlines()[0].split()[-3:] == ["ddp", "fsdp2", "zero1"]
+    assert second.splitlines()[0].split()[-2:] == ["zero2", "zero3"]
 
 
 def test_offloaded_checkpoints_and_their_copies(command, run, tmp_path, monkeypatch):

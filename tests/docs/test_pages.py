@@ -359,10 +359,9 @@ def test_the_shown_memory_is_counted(tmp_path, monkeypatch, capsys):
     echo, command = commands(page)[:2]
     Path("lengths.json").write_text(re.search("'(.*)'", echo)[1])
     assert main(shlex.split(command)[1:]) == 0
-    printed = {
-        " ".join(line.split()[:-10]): line.split()[-10:]
-        for line in capsys.readouterr().out.splitlines()
-    }
+    tables_printed = capsys.readouterr().out.split("\n\n")
+    (first,) = (shown for shown in tables_printed if " ddp " in shown)
+    printed = {" ".join(line.split()[:-6]): line.split()[-6:] for line in first.splitlines()}
     (table,) = (block for block in blocks(page) if block.startswith("memory of a rank"))
     rows = [line.split() for line in table.splitlines()[2:]]
     assert len(rows) == 12

@@ -229,10 +229,17 @@ class SharedBeginnings:
         found = self._found(excerpts[family], None, most_rows)
         have_few_targets = self._have_few_targets(found, excerpts[family])
         trees, _ = _trees_of(found)
-        groups: list[IntArray] = []
-        for tree in np.flatnonzero(np.bincount(trees) > 1).tolist():
+        members_of = np.bincount(trees)
+        # A tree that does not fit was divided at its root. Some of the members that are then alone
+        # fit together.
+        alone = family[members_of[trees] == 1]
+        groups = self._runs(alone, excerpts, most_rows)
+        for tree in np.flatnonzero(members_of > 1).tolist():
             members = family[trees == tree]
-            groups += [members] if have_few_targets[tree] else self._runs(members, excerpts)
+            if have_few_targets[tree]:
+                groups.append(members)
+            else:
+                groups += self._runs(members, excerpts, most_rows)
         with_rows = []
         for group in groups:
             tokens = int((excerpts["stop"][group] - excerpts["start"][group]).sum())
@@ -241,8 +248,10 @@ class SharedBeginnings:
                 with_rows.append((group, rows))
         return with_rows
 
-    def _runs(self, members: IntArray, excerpts: NDArray[np.void]) -> list[IntArray]:
-        """Divide excerpts in the order of their paths, so that each run has few targets."""
+    def _runs(
+        self, members: IntArray, excerpts: NDArray[np.void], most_rows: int
+    ) -> list[IntArray]:
+        """Divide excerpts in the order of their paths; each run fits and has few targets."""
         paths = {member: self._path(excerpts[member]) for member in members.tolist()}
         lengths = excerpts["stop"] - excerpts["start"]
         runs: list[list[int]] = []
@@ -256,7 +265,8 @@ class SharedBeginnings:
                 # In this order no earlier excerpt has more rows in common than the one before.
                 common = _common(paths[runs[-1][-1]], paths[member])
                 added = max(length - common * BLOCK, 0)
-            if runs and targets + own_targets <= MOST_TARGETS * (rows + added):
+            fits = rows + added <= most_rows
+            if runs and fits and targets + own_targets <= MOST_TARGETS * (rows + added):
                 runs[-1].append(member)
                 rows += added
                 targets += own_targets

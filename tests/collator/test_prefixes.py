@@ -88,6 +88,14 @@ def test_documents_that_share_rows_are_a_group_if_they_fit(most_rows, expected):
     assert grouped(TREE, most_rows) == expected
 
 
+def test_documents_of_a_tree_that_does_not_fit_share_rows_as_far_as_they_fit():
+    prompt = [1, 2, 3, 4, 5, 6]
+    answers = [[*prompt, 10 + number, 10] for number in range(5)]
+    # The prompt and two answers are 10 rows, which are 16 tokens.
+    assert grouped(answers, 10, masked=True) == ([0, 0, 1, 1, 2], [10, 10, 8])
+    assert grouped(answers, 13, masked=True) == ([0, 0, 0, 1, 1], [12, 10])
+
+
 def test_rows_have_few_targets():
     equal = [[1, 2, 3, 4]] * 5
     assert grouped(equal) == ([0, 0, 1, 1, 2], [4, 4, 4])

@@ -1,9 +1,11 @@
 """One line for a training that is refused or interrupted, instead of a traceback on every rank."""
 
+import argparse
 import os
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import wraps
 from typing import NoReturn, ParamSpec, TypeVar
 
@@ -27,9 +29,10 @@ def record(main: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
     def main() -> None: ...
     ```
 
-    The launcher shows the error in its last lines. Where hf_distca refuses what it is given, rank 0
-    prints the sentence and other ranks print nothing. Where Ctrl-C interrupts the function, rank 0
-    prints that. Any other error keeps its traceback on its rank.
+    The launcher shows the error in its last lines. Where hf_distca refuses what it is given, or
+    argparse refuses an option, rank 0 prints the sentence and other ranks print nothing. Where
+    Ctrl-C interrupts the function, rank 0 prints that. Any other error keeps its traceback on its
+    rank.
     """
 
     @wraps(main)
@@ -37,7 +40,8 @@ def record(main: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
         handler = get_error_handler()
         handler.initialize()
         try:
-            return main(*args, **kwargs)
+            with _options_refused():
+                return main(*args, **kwargs)
         except RefusedError as error:
             # The launcher's report would begin with the traceback, if there were one.
             error.__traceback__ = error.__cause__ = error.__context__ = None
@@ -52,6 +56,21 @@ def record(main: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
             raise
 
     return recorded
+
+
+@contextmanager
+def _options_refused() -> Iterator[None]:
+    """Let parsers of options raise RefusedError, instead of an exit on which every rank prints."""
+
+    def refuse(parser: argparse.ArgumentParser, message: str) -> NoReturn:
+        raise RefusedError(f"{parser.prog}: error: {message}")
+
+    before = argparse.ArgumentParser.error
+    argparse.ArgumentParser.error = refuse  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        argparse.ArgumentParser.error = before  # type: ignore[method-assign]
 
 
 def _end(sentence: str, code: int) -> NoReturn:

@@ -2,6 +2,7 @@
 fails.
 """
 
+import argparse
 import json
 import signal
 
@@ -33,6 +34,8 @@ def fail(kind: str) -> None:
             raise REFUSAL.error() from error
     if kind == "unit":
         read_tokens("32q")
+    if kind == "option":
+        argparse.ArgumentParser("train.py").parse_args(["--nosuch"])
     if kind == "package":
         raise PackageError("install trl")
     if kind == "crash":
@@ -47,6 +50,7 @@ def fail(kind: str) -> None:
     [
         ("refused", 1, "x=1 is set, but it has no effect; set x=0"),
         ("unit", 1, "must be a number of tokens, such as 32768 or '32k', got '32q'"),
+        ("option", 1, "train.py: error: unrecognized arguments: --nosuch"),
         ("package", 1, "install trl"),
         ("interrupted", 130, "interrupted"),
     ],

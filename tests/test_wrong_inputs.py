@@ -658,6 +658,11 @@ GIVEN: Rows = [
         ),
     ),
     (
+        "a chat without messages with TRL",
+        lambda folder: train_chats(folder, stored([*CHATS, {"messages": []}])),
+        "document 1 of train_dataset has no messages in 'messages', but a chat has at least one …",
+    ),
+    (
         "no documents with TRL",
         lambda folder: train_chats(folder, stored([])),
         "train_dataset has no documents, but …",

@@ -70,6 +70,12 @@ class Data:
         "replace it: text.encode('utf-16', 'surrogatepass').decode('utf-16', 'replace')",
         condition="a text with a lone surrogate such as `'\\ud800'`",
     )
+    NO_MESSAGES = Refusal(
+        "{name} has no messages in {column!r}",
+        "a chat has at least one message",
+        "remove such documents: dataset.filter(lambda e: e[{column!r}])",
+        condition="a chat without messages",
+    )
     NO_TOKENIZER = Refusal(
         "{name} has text in {field!r} and no tokens in 'input_ids'",
         "there is no tokenizer",

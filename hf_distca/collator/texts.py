@@ -4,7 +4,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import datasets
+import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 from torch.utils.data import IterableDataset
 
 from hf_distca.collator.documents import READ_BATCH, is_stored
@@ -40,7 +42,7 @@ def document_text(row: Any, name: str, field: str) -> str:
 
 
 def check_texts(dataset: Any, name: str, field: str) -> None:
-    """Raise ValueError if a stored data set has no tokens, chats or text.
+    """Raise ValueError if a stored data set has no tokens, chats or text, or a chat no messages.
 
     Args:
         name: name of the data set in errors.
@@ -50,7 +52,13 @@ def check_texts(dataset: Any, name: str, field: str) -> None:
         return
     if len(dataset) == 0:
         raise Data.EMPTY.error(name=name)
-    if {"input_ids", *CHATS} & set(dataset.column_names):
+    columns = set(dataset.column_names)
+    if "input_ids" in columns:
+        return
+    chat_columns = [column for column in CHATS if column in columns]
+    for column in chat_columns:
+        _check_messages(dataset, name, column)
+    if chat_columns:
         return
     if field not in dataset.column_names:
         raise Data.NO_TEXT.error(
@@ -63,6 +71,19 @@ def check_texts(dataset: Any, name: str, field: str) -> None:
         if table[field].null_count or not is_text:
             for index, text in enumerate(table[field].to_pylist(), start=number * READ_BATCH):
                 document_text({field: text}, f"document {index} of {name}", field)
+
+
+def _check_messages(dataset: Any, name: str, column: str) -> None:
+    """Raise ValueError if a column of a stored data set has lists and one is empty."""
+    kind = dataset.features.arrow_schema.field(column).type
+    if not (pa.types.is_list(kind) or pa.types.is_large_list(kind)):
+        return
+    tables = dataset.select_columns([column]).with_format("arrow").iter(batch_size=READ_BATCH)
+    for number, table in enumerate(tables):
+        counts = pc.fill_null(pc.list_value_length(table[column]), 1).to_numpy()
+        for row in np.flatnonzero(counts == 0):
+            index = number * READ_BATCH + row
+            raise Data.NO_MESSAGES.error(name=f"document {index} of {name}", column=column)
 
 
 def tokenize(texts: Sequence[str], tokenizer: Any) -> list[list[int]]:

@@ -24,7 +24,7 @@ from harness import begin_peak, follow_tensors, options_parser, peak, print_json
 from harness.models import documents_of, llama, rows_of_documents
 from harness.padded import lengths_that_add_up
 from torch import Tensor
-from transformers import TrainerCallback
+from transformers import PrinterCallback, TrainerCallback
 
 from hf_distca import DistCATrainer, DistCATrainingArguments
 from hf_distca.models.checkpointing import CHECKPOINTING
@@ -132,6 +132,7 @@ def planned_step(lengths: list[int], folder: str) -> Step:
     model: Any = llama(max(lengths), **SIZES)
     data: Any = examples_of(lengths)
     trainer = DistCATrainer(model, arguments, train_dataset=data, callbacks=[measured])
+    trainer.remove_callback(PrinterCallback)
     trainer.train()
     (loss,) = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     assert trainer.dispatcher.offload is not None
@@ -144,14 +145,17 @@ def reference_step(lengths: list[int]) -> Step:
     """Run the documents one after another in this process, by PyTorch's attention."""
     model = llama(max(lengths), "sdpa", **SIZES)
     documents = documents_of(lengths, VOCABULARY)
+    targets_of_all = sampled_targets(documents)
+    # The last row of a document has no target, even if the row is sampled.
+    count = sum(int((targets != IGNORED).sum()) for targets in targets_of_all)
     before = begin_peak()
     began = time.perf_counter()
     loss_of_all = 0.0
-    for document, targets in zip(documents, sampled_targets(documents), strict=True):
+    for document, targets in zip(documents, targets_of_all, strict=True):
         if (targets != IGNORED).any():
             batch: dict[str, Any] = rows_of_documents([document], torch.device("cpu"))
             batch["labels"] = batch["shift_labels"] = targets[None]
-            loss = model(**batch, num_items_in_batch=SAMPLES).loss
+            loss = model(**batch, num_items_in_batch=count).loss
             loss.backward()
             loss_of_all += loss.item()
     seconds = time.perf_counter() - began

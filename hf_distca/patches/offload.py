@@ -36,7 +36,14 @@ def offload_checkpoints(model: PreTrainedModel) -> None:
 @uncompiled("checkpoints are wrapped before the decoder runs")
 def _wrap_checkpoints(decoder: nn.Module, _args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Wrap the functions that checkpoint a decoder's layers, before a planned forward."""
-    plan = kwargs.get(PLAN_KEY)
+    wrap_checkpoints(decoder, kwargs.get(PLAN_KEY))
+
+
+def wrap_checkpoints(decoder: nn.Module, plan: Any) -> None:
+    """Wrap the functions that checkpoint a decoder's layers, for a forward with a plan.
+
+    Backbones of padded batches call it: the plan reaches their forward, but not their hooks.
+    """
     if not isinstance(plan, BoundPlan) or plan.runtime.offload is None:
         return
     plan.runtime.offload.start_again()

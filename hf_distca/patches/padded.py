@@ -23,6 +23,7 @@ from hf_distca.dispatch.padded import PackedBatch, PaddedBatch, PaddedBatches
 from hf_distca.models.decoder import backbone, base_model, stock_forward
 from hf_distca.models.mixing import all_mixing_modules
 from hf_distca.patches.modules import subclass, uncompiled
+from hf_distca.patches.offload import wrap_checkpoints
 from hf_distca.plan import PLAN_KEY
 
 logger = get_logger(__name__)
@@ -174,10 +175,10 @@ class PackedBackbone(nn.Module):
             self.batches.see_trained(packed)
         if may_cache:
             other_arguments["use_cache"] = False
-        results = [
-            forward(**inputs, **other_arguments, **{PLAN_KEY: plan})
-            for inputs, plan in packed.micro_batches
-        ]
+        results = []
+        for inputs, plan in packed.micro_batches:
+            wrap_checkpoints(self, plan)
+            results.append(forward(**inputs, **other_arguments, **{PLAN_KEY: plan}))
         return _padded_result(results, packed)
 
 

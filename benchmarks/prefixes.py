@@ -1,25 +1,25 @@
-"""Equal beginnings of sequences computed once, on CPU ranks: forward and backward of padded batches
-with and without sharing.
+"""Time and memory of padded batches on CPU ranks, with and without shared prefixes.
 
-  groups    a group for each rank as GRPO trains it: a prompt of 1,024 tokens, and 8 completions of
-            64 to 256
-  pairs     eight pairs of DPO: a prompt of 256 to 1,024 tokens, a chosen and a rejected answer of
-            64 to 256
-  sessions  a session of an agent for each rank: 512 tokens that all sessions begin with, and eight
-            turns of 64 to 256. Each turn is an example, which has all turns before it
+There are three cases:
 
-The model is a LLaMA with two layers and a quarter of the width of a Qwen3-0.6B; float32, gradient
-checkpointing. Two ranks have half of the sequences each, and call the model with eight at a time.
-Only completions, answers and the last turn of an example get logits. Both strategies pack:
+  groups    each rank has a group of GRPO: a prompt of 1,024 tokens with 8 completions of 64 to 256
+  pairs     each rank has four pairs of DPO: a prompt of 256 to 1,024 tokens with two answers of 64
+            to 256
+  sessions  each rank has a session of an agent: 512 tokens with which all sessions begin, then
+            eight turns of 64 to 256. Each turn is an example, which has all turns before it
 
-  alone     pack_padded with share_prefixes=False: every sequence is computed by itself
-  shared    pack_padded: equal beginnings are computed once
+The model is a LLaMA with two layers and a quarter of the width of a Qwen3-0.6B. It trains in
+float32 with gradient checkpointing. Each rank calls the model with eight sequences at a time. Only
+completions, answers and the last turn of an example get logits. Both strategies pack:
 
-A round runs all cases by both strategies in shuffled order. Reading the batches, hashing,
-exchanging hashes, planning and binding are part of a step. Every round has other lengths and
-tokens, so that no plan is made before. Rows are those of all ranks. Memory is the most that a rank
-held in a step above what it held before, each strategy in processes of its own. Rows and memory are
-those of the first round.
+  alone     pack_padded with share_prefixes=False computes each sequence by itself
+  shared    pack_padded computes equal beginnings once
+
+A round runs all cases by both strategies in shuffled order. A step is a forward and a backward. It
+includes reading the batches, hashing, exchanging hashes, planning and binding. Each round has new
+lengths and tokens, so that each step makes its plan. Rows are the rows of all ranks. Memory is the
+peak of a rank in a step, without what the rank held before. Each strategy has its own processes.
+Rows and memory are those of the first round.
 
 Run: python benchmarks/prefixes.py [--rounds 8] [--scale 1]
 """

@@ -152,11 +152,12 @@ class DistCAConfig:
     )
     share_prefixes: bool = setting(
         True,
-        "Compute equal beginnings of sequences once, if they have 128 tokens or more: the prompt "
-        "of several completions in padded batches, or the history that documents of an agent's "
-        "session repeat. Documents that share rows come together in a micro-batch. Sequences are "
-        "computed alone, and the reason is logged once, where sharing would change results: with "
-        "dropout, and in hybrid models. With attention servers documents are computed alone.",
+        "Compute equal beginnings of sequences once, if they have 128 tokens or more. The prompt "
+        "of several completions is such a beginning. So is the history that documents of an "
+        "agent's session repeat. Documents that share rows come together in a micro-batch. Where "
+        "sharing would change results, each sequence is computed alone, and the reason is logged "
+        "once. The reasons are dropout, hybrid models, and rotary embeddings that depend on a "
+        "document's length.",
     )
     ranks_per_node: str = setting(
         AUTO,

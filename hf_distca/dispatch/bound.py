@@ -409,7 +409,7 @@ class Ran:
     rotations: int = 0  # calls of rotary embeddings that depend on the lengths of documents
     # Calls of modules that mix along the row without attention, each for all documents.
     mixing: int = 0
-    selected_targets: bool = False  # whether the backbone returned the rows of targets
+    selected_targets: bool = False  # whether the decoder returned the rows of targets
     # Function that sees logits [C, V], their log-probabilities [C, V] and targets [C] of each chunk
     # of rows; they need no gradients.
     watch: Callable[[Tensor, Tensor, Tensor], None] | None = None

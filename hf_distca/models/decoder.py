@@ -26,6 +26,12 @@ def backbone(model: PreTrainedModel) -> nn.Module:
     return getattr(model, "model", model) if inner is model else inner
 
 
+def decoder_before_head(model: PreTrainedModel) -> nn.Module:
+    """Return the decoder that gives a model's head its rows, or the model itself if it has none."""
+    found: nn.Module = model.get_decoder()
+    return backbone(model) if found is model else found
+
+
 def decoder_attentions(model: PreTrainedModel) -> dict[str, nn.Module]:
     """Return the attention layers of a model's decoder by name."""
     # The decoder alone has no towers for images or sound. In some models get_decoder() returns

@@ -7,7 +7,6 @@ calls the model, sees a padded batch.
 """
 
 import inspect
-import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -15,26 +14,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
-from transformers.utils.logging import get_logger
 
 from hf_distca.batches.refusals import Batch
-from hf_distca.config import DistCAConfig
 from hf_distca.dispatch.padded import PackedBatch, PaddedBatch, PaddedBatches
 from hf_distca.models.decoder import backbone, base_model, stock_forward
-from hf_distca.models.mixing import all_mixing_modules
 from hf_distca.patches.modules import subclass, uncompiled
 from hf_distca.patches.offload import wrap_checkpoints
 from hf_distca.plan import PLAN_KEY
 
-logger = get_logger(__name__)
-
 NOT_PER_TOKEN = ("cache_position",)
 """Arguments that only number the columns of a batch."""
-DRAWN = re.compile("dropout|pdrop|drop_rate|jitter")
-"""Fields of configs whose layers draw random numbers without a module: OPT's `dropout`, Mixtral's
-`router_jitter_noise`."""
-OF_OTHER_HEADS = re.compile("classifier|summary")
-"""Fields of heads that the backbone does not have, such as GPT-2's `summary_first_dropout`."""
 INTEGERS = (torch.int64, torch.int32, torch.bool)
 """Dtypes of what a model may be told about each token."""
 
@@ -69,40 +58,6 @@ def plan_ahead(model: nn.Module, batches: Sequence[dict[str, Tensor]]) -> None:
     """
     packed: Any = backbone(base_model(model))
     packed.batches.plan_ahead(lambda: [_padded_batch(batch) for batch in batches])
-
-
-def shares_prefixes(model: nn.Module, config: DistCAConfig, rank: int) -> bool:
-    """Return whether equal beginnings of sequences are computed once; rank 0 logs why not, once."""
-    reason = why_not_shared(model)
-    if config.share_prefixes and reason is not None and rank == 0:
-        logger.info_once(f"equal beginnings of sequences are not shared: {reason}")
-    return config.share_prefixes and reason is None
-
-
-def why_not_shared(model: nn.Module) -> str | None:
-    """Return why computing equal beginnings of sequences once would change results; None if not.
-
-    Each sequence then is computed alone, and the results are those of the padded batch.
-    """
-    if all_mixing_modules(model):
-        return "some layers mix rows otherwise than by attention"
-    drawn = _drawn_for_each_row(model)
-    if drawn is not None:
-        return f"{drawn} draws random numbers for each row"
-    return None
-
-
-def _drawn_for_each_row(model: nn.Module) -> str | None:
-    """Return what draws random numbers for each row in training; None if nothing does."""
-    for name, module in model.named_modules():
-        if isinstance(module, nn.Dropout) and module.p > 0:
-            return f"the dropout {name}"
-    settings = base_model(model).config.get_text_config().to_dict()
-    for name, value in settings.items():
-        is_positive = isinstance(value, float) and value > 0
-        if is_positive and DRAWN.search(name) and not OF_OTHER_HEADS.search(name):
-            return f"{name}={value}"
-    return None
 
 
 class _Generating:

@@ -1,4 +1,4 @@
-"""Rows with several targets: a backbone returns a row once for each of its targets.
+"""Rows with several targets: a decoder returns a row once for each of its targets.
 
 Documents that begin alike share rows, and each document may have a target of its own there. The
 head, the loss and its labels then have one row for each target, and none for other rows.
@@ -12,31 +12,32 @@ import torch
 from torch import Tensor, nn
 
 from hf_distca.dispatch.bound import BoundPlan
-from hf_distca.models.decoder import base_model
+from hf_distca.models.decoder import base_model, decoder_before_head
 from hf_distca.patches.modules import subclass, uncompiled
 from hf_distca.plan import PLAN_KEY
 
 
 def repeat_target_rows(model: nn.Module) -> None:
-    """Let the backbone of a model return a row for each target of a plan, in place.
+    """Let the decoder of a model return a row for each target of a plan, in place.
 
     Plans without `target_rows` run as before.
     """
-    backbone: Any = base_model(model).base_model
-    if not isinstance(backbone, TargetRows):
-        backbone.__class__ = subclass(type(backbone), TargetRows)
+    decoder: Any = decoder_before_head(base_model(model))
+    if not isinstance(decoder, TargetRows):
+        decoder.__class__ = subclass(type(decoder), TargetRows)
 
 
 class TargetRows(nn.Module):
-    """Base that precedes a backbone's own class."""
+    """Base that precedes a decoder's own class."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the backbone, and select the rows of targets."""
+        """Run the decoder, and select the rows of targets."""
         plan = kwargs.get(PLAN_KEY)
         if not isinstance(plan, BoundPlan) or plan.target_rows is None:
             return super().forward(*args, **kwargs)
-        # Some heads pass the targets on to the layers, which divide their arguments by rows.
-        kwargs.pop("shift_labels", None)
+        # Some models pass targets on to their layers, which divide their arguments by rows.
+        for name in ("labels", "shift_labels"):
+            kwargs.pop(name, None)
         output = super().forward(*args, **kwargs)
         output.last_hidden_state = _selected(output.last_hidden_state, plan.target_rows)
         plan.ran.selected_targets = True

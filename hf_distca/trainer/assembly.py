@@ -25,10 +25,11 @@ from hf_distca.models import fla
 from hf_distca.models.checkpointing import is_checkpointing
 from hf_distca.models.decoder import mixing_layers
 from hf_distca.models.settings import plan_settings
+from hf_distca.models.sharing import shares_prefixes, why_sequences_stay_alone
 from hf_distca.models.tables import model_limits
 from hf_distca.patches.head import adapted_heads
 from hf_distca.patches.layers import plan_layers
-from hf_distca.patches.padded import pack_backbone, shares_prefixes
+from hf_distca.patches.padded import pack_backbone
 from hf_distca.patches.prepare import prepare_model
 from hf_distca.refusal import check
 from hf_distca.trainer import parallel
@@ -168,7 +169,7 @@ def pack_padded(
     else:
         with dispatcher.groups.raised_together():
             prepare_model(model, config, ping_pong=dispatcher.settings.ping_pong)
-    shares = shares_prefixes(model, config, dispatcher.groups.rank)
+    shares = shares_prefixes(config, why_sequences_stay_alone(model), dispatcher.groups.rank)
     pack_backbone(model, PaddedBatches(dispatcher, share_prefixes=shares))
     return dispatcher
 

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from itertools import islice
-from logging import getLogger
 from typing import Any, cast
 
 import numpy as np
@@ -42,10 +41,9 @@ from hf_distca.collator.streams import StreamPacker
 from hf_distca.collator.summary import documents_summary
 from hf_distca.dispatch.bound import BoundPlan
 from hf_distca.dispatch.dispatcher import Dispatcher
+from hf_distca.models.sharing import log_alone
 from hf_distca.plan import PLAN_KEY, MicroBatchPlan
 from hf_distca.trainer.processes import Reading, ReadingProcesses
-
-logger = getLogger(__name__)
 
 LOADER_OPTIONS = (
     "num_workers",
@@ -144,13 +142,12 @@ class PackedLoaders:
                         lambda: block_hashes(dataset, share_of_documents, self._columns, name)
                     ),
                 )
-        elif self._args.process_index == 0:
-            logger.info(
-                "equal beginnings of documents are not shared: documents of %s, a %s, may change "
-                "between two readings, other than those of a datasets.Dataset without a transform",
-                name,
-                type(dataset).__name__,
+        else:
+            reason = (
+                f"documents of {name}, a {type(dataset).__name__}, may change between two "
+                "readings, other than those of a datasets.Dataset without a transform"
             )
+            log_alone(reason, self._args.process_index)
         self._beginnings[id(dataset)] = beginnings
         return beginnings
 

@@ -19,6 +19,7 @@ from hf_distca.collator.documents import check_dataset
 from hf_distca.collator.refusals import Data
 from hf_distca.collator.streams import EpochStream, StreamPacker
 from hf_distca.models.decoder import mixing_layers
+from hf_distca.models.sharing import shares_prefixes
 from hf_distca.patches.targets import repeat_target_rows
 from hf_distca.plan import PLAN_KEY, MicroBatchPlan
 from hf_distca.trainer import resuming
@@ -33,7 +34,7 @@ from hf_distca.trainer.loaders import (
 from hf_distca.trainer.planned import PlannedTraining
 from hf_distca.trainer.predictions import EvaluatedRows, Predictions
 from hf_distca.trainer.refusals import Run, arguments_by_name
-from hf_distca.trainer.sharing import documents_share_rows
+from hf_distca.trainer.sharing import why_alone_in
 
 logger = logging.getLogger(__name__)
 
@@ -85,7 +86,9 @@ class DistCAMixin(PlannedTraining):
         self.add_callback(self._costs)
         self._progress = resuming.DataProgress(resuming.DataPlace({}))
         self._loaders = PackedLoaders(self, dispatcher)
-        self._shares = self._packs and documents_share_rows(self)
+        self._shares = self._packs and shares_prefixes(
+            self.args, why_alone_in(self), self.args.process_index
+        )
         # Iterator of the present pass over the training data.
         self._epoch_iterator: Iterator[Any] | None = None
         self._upcoming = UpcomingBatches(dispatcher, self._processes)

@@ -7,7 +7,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from hf_distca.dispatch.padded import OneMicroBatch, PackedBatch, PaddedBatches
-from hf_distca.patches.padded import pack_backbone, shares_prefixes
+from hf_distca.models.sharing import shares_prefixes, why_sequences_stay_alone
+from hf_distca.patches.padded import pack_backbone
 from hf_distca.trainer.assembly import gathers_whole_layers, pack_padded
 from hf_distca.trainer.planned import PlannedTraining
 from hf_distca.trainer.refusals import arguments_by_name
@@ -51,7 +52,9 @@ class DistCAPaddedMixin(PlannedTraining):
         self._prepare_planned()
         dispatcher = self.dispatcher
         args: Any = self.args
-        self._shares_prefixes = shares_prefixes(self.model, args, dispatcher.groups.rank)
+        self._shares_prefixes = shares_prefixes(
+            args, why_sequences_stay_alone(self.model), dispatcher.groups.rank
+        )
         batches = PaddedBatches(
             dispatcher,
             self._count,

@@ -785,7 +785,7 @@ class Run:
         "train it with transformers' Trainer and attn_implementation='sdpa'",
     )
     LOST_TARGETS = Refusal(
-        "{model} computed a loss from other rows than its backbone returned",
+        "{model} computed a loss from other rows than its decoder returned",
         "documents that begin alike share rows, and a row comes once for each of its targets",
         "set share_prefixes=False",
     )

@@ -38,12 +38,14 @@ from hf_distca.dispatch.padded import (
 )
 from hf_distca.models.checkpointing import enable_checkpointing
 from hf_distca.models.decoder import backbone
-from hf_distca.patches.padded import plan_ahead, shares_prefixes
+from hf_distca.models.sharing import shares_prefixes, why_sequences_stay_alone
+from hf_distca.patches.padded import plan_ahead
 from hf_distca.planner import prefixes
 from hf_distca.planner.settings import PlanSettings
 from hf_distca.refusal import RefusedError
 from tests.models_and_batches import SMALL, SMALL_HYBRID, SMALL_KIND, SMALL_LLAMA4, with_lora
 from tests.models_and_batches import small_model as small_model_of
+from tests.patches.test_rotary import DYNAMIC, LONGROPE
 from tests.ranks import RankPool
 
 CONFIGS: dict[str, Callable[[], Any]] = {
@@ -575,6 +577,8 @@ def test_prefixes_are_not_shared_if_not_wanted(rank_pools):
         ("opt", {"dropout": 0.1, "word_embed_proj_dim": 32}, "dropout=0.1 draws"),
         ("mixtral", {"router_jitter_noise": 0.01}, "router_jitter_noise=0.01 draws"),
         ("qwen3_next", SMALL_HYBRID, "some layers mix rows"),
+        ("llama", {"rope_parameters": DYNAMIC}, "rotary embeddings depend on the length"),
+        ("llama", {"rope_parameters": LONGROPE}, "rotary embeddings depend on the length"),
     ],
 )
 def test_where_sharing_would_change_results_it_is_off_and_logged_once(
@@ -583,7 +587,8 @@ def test_where_sharing_would_change_results_it_is_off_and_logged_once(
     model = small_model_of(model_type, **config)
     caplog.set_level("INFO", logger="hf_distca")
     for rank in (0, 0, 1):
-        assert shares_prefixes(model, DistCAConfig(), rank) is (reason is None)
-    messages = [record.message for record in caplog.records]
+        reason_of_model = why_sequences_stay_alone(model)
+        assert shares_prefixes(DistCAConfig(), reason_of_model, rank) is (reason is None)
+    messages = [record.message for record in caplog.records if "shared" in record.message]
     assert len(messages) == (0 if reason is None else 1)
     assert reason is None or reason in messages[0]

@@ -18,6 +18,8 @@ import torch.distributed as dist
 
 from hf_distca.dispatch.dispatcher import Dispatcher
 from hf_distca.patches.layers import plan_layers
+from hf_distca.patches.targets import repeat_target_rows
+from hf_distca.plan import PLAN_KEY
 from hf_distca.plan.cost import Workers
 from hf_distca.planner.micro_batch import plan_micro_batch
 from hf_distca.planner.settings import PlanSettings
@@ -40,6 +42,7 @@ from tests.models_and_batches import (
 )
 from tests.pool.ends import CPU, SIGNALS, TOKEN, alike, memory_of, serve, state_of, wait_until
 from tests.ranks import forkserver, free_port
+from tests.shared_documents import begin_alike, shared_batch, step_alone, targets_of
 
 pytestmark = pytest.mark.usefixtures("backward_thread")
 
@@ -64,12 +67,14 @@ DEFAULTS = {
     "document_layout": "joint",
     "keep_received": False,
     "ranks_serve": True,
+    "shares": False,  # documents begin alike and share rows
     "learns": 0,  # speeds are learned for so many steps
     "comes_back": False,  # one more server joins after the faulty step
     "cut": False,  # rank 1 loses its links in the faulty step
 }
 TCP = Choice.TCP
 NIXL = Choice.NIXL
+SHARES = {"shares": True}
 TURNS = {"ping_pong": True}
 GEMMA = {**TURNS, "model_type": "gemma2"}
 
@@ -82,7 +87,14 @@ def new_model(model_type, implementation="distca"):
     return model, torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.9)
 
 
-def targets_of(*batches):
+def documents_of(*batches):
+    """Documents that begin alike, of all these micro-batches."""
+    return [document for lengths in batches for document in begin_alike(lengths)]
+
+
+def targets_in(options, *batches):
+    if options.shares:
+        return targets_of(documents_of(*batches))
     return sum(length - 1 for lengths in batches for length in lengths)
 
 
@@ -139,6 +151,8 @@ class TrainingRank:
         self.model, self.optimizer = new_model(self.options.model_type)
         if self.options.ping_pong:
             plan_layers(self.model)
+        if self.options.shares:
+            repeat_target_rows(self.model)
         self.recording = self.dispatcher.recorder.listen(*OBSERVED)
         for step in range(STEPS):
             self.prepare(step)
@@ -196,7 +210,7 @@ class TrainingRank:
         """Train a step of micro-batches; what was observed in the last one."""
         for lengths in batches:
             self.recording.take()
-            self.loss_of(lengths, targets_of(*batches)).backward()
+            self.loss_of(lengths, targets_in(self.options, *batches)).backward()
             observed = observe(self.recording.take())
         if self.ranks > 1:
             for parameter in self.model.parameters():
@@ -207,21 +221,25 @@ class TrainingRank:
 
     def evaluate(self):
         with torch.no_grad():
-            loss = self.loss_of(EVALUATED, targets_of(EVALUATED))
+            loss = self.loss_of(EVALUATED, targets_in(self.options, EVALUATED))
         if self.ranks > 1:
             dist.all_reduce(loss)
         return loss.item()
 
     def loss_of(self, lengths, targets):
         """This rank's share of the mean loss over so many targets."""
-        plan = plan_micro_batch(lengths, self.settings)
-        batch = cut_rows(plan, self.rank, random_documents(lengths))
-        bound = self.dispatcher.bind(plan)
+        if self.options.shares:
+            batch = shared_batch(begin_alike(lengths), self.dispatcher)
+        else:
+            plan = plan_micro_batch(lengths, self.settings)
+            batch = cut_rows(plan, self.rank, random_documents(lengths))
+            batch |= {"labels": batch["shift_labels"], PLAN_KEY: self.dispatcher.bind(plan)}
         self.at_servers[-1] |= any(
-            routes.servers for nano in bound.nano_batches for routes in nano.routes.values()
+            routes.servers
+            for nano in batch[PLAN_KEY].nano_batches
+            for routes in nano.routes.values()
         )
-        options = {"labels": batch["shift_labels"], "num_items_in_batch": targets}
-        return self.model(**batch, **options, distca_plan=bound).loss
+        return self.model(**batch, num_items_in_batch=targets).loss
 
 
 def settings_of(options, ranks):
@@ -252,15 +270,20 @@ def lose_in_a_call(link):
 
 
 @cache
-def expected(model_type):
+def expected(model_type, shares):
     """Parameters and evaluation of one process with transformers' own attention."""
     model, optimizer = new_model(model_type, "eager" if model_type == "gemma2" else "sdpa")
+
+    def step(*batches):
+        if shares:
+            return step_alone(model, documents_of(*batches))
+        documents = [document for lengths in batches for document in random_documents(lengths)]
+        return reference_step(model, documents)
+
     for batches in BATCHES[:STEPS]:
-        reference_step(
-            model, [document for lengths in batches for document in random_documents(lengths)]
-        )
+        step(*batches)
         optimizer.step()
-    evaluated = reference_step(model, random_documents(EVALUATED))[0]
+    evaluated, _ = step(EVALUATED)
     return {name: parameter.detach() for name, parameter in model.named_parameters()}, evaluated
 
 
@@ -283,8 +306,13 @@ NO_RANKS = {**TURNS, "ranks_serve": False}
         (TCP, [None], "never", {"model_type": "llama4_text"}, "111", []),
         (NIXL, [None], "never", {**TURNS, "ranks": 1}, "111", []),
         (TCP, [None], "never", {**TURNS, "model_type": "qwen3_next"}, "111", []),
+        (NIXL, [None, None], "never", SHARES, "222", []),
+        (TCP, [None], "never", {**GEMMA, **SHARES, "ranks_serve": False}, "111", []),
+        (TCP, [None], "never", {**SHARES, "model_type": "llama4_text"}, "111", []),
         # Who was only cut off joins again; the others do not come back.
         (TCP, [("killed", "forward"), None], "in a step", GEMMA, "221", [LOST]),
+        (TCP, [("killed", "forward"), None], "in a step", {**GEMMA, **SHARES}, "221", [LOST]),
+        (NIXL, [("killed", "backward"), None], "in a step", {**PACKED, **SHARES}, "221", [LOST]),
         (TCP, [("hung", "forward"), None], "in a step", GEMMA, "221", [LOST]),
         (TCP, [("cut off", "backward"), None], "in a step", NO_RANKS, "22[12]", [LOST]),
         (TCP, [("killed", "forward"), None], "during evaluation", {}, "221", [LOST]),
@@ -355,7 +383,7 @@ def test_training_is_that_without_servers(
     results = rank_pools[training.ranks].run(
         trained, transport, port, tmp_path, servers, moment, timeout_s, training
     )
-    assert_equals_training_without_servers(results, training.model_type)
+    assert_equals_training_without_servers(results, training)
     counts = results[0].members
     assert re.fullmatch(members, "".join(map(str, counts)))
     assert [result.members for result in results] == [counts] * len(results)
@@ -378,8 +406,8 @@ def test_training_is_that_without_servers(
         assert_observed([result.observed for result in results], training)
 
 
-def assert_equals_training_without_servers(results, model_type):
-    expected_parameters, expected_loss = expected(model_type)
+def assert_equals_training_without_servers(results, training):
+    expected_parameters, expected_loss = expected(training.model_type, training.shares)
     for result in results:
         assert result.evaluated == pytest.approx(expected_loss, rel=1e-5)
         for name, parameter in expected_parameters.items():

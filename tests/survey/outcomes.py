@@ -4,7 +4,7 @@ or refused.
 Each model trains in two ways: as the trainer does, which lays documents out anew, and in a custom
 loop, whose batches come from a collator of transformers, with gradient checkpointing. A model with
 rotary embeddings trains again with those that depend on the length of a document: as the trainer
-does with longrope, and in a loop with dynamic NTK.
+does with longrope, and in a loop with dynamic NTK. Then padded sequences and documents begin alike.
 """
 
 import math
@@ -29,17 +29,22 @@ from hf_distca.plan import PLAN_KEY
 from hf_distca.planner.micro_batch import plan_micro_batch
 from hf_distca.trainer.assembly import make_dispatcher
 from tests.models_and_batches import cut_rows, exchanging, random_documents, reference_step
+from tests.survey.sharing import (
+    NEGLIGIBLE,
+    Sharing,
+    sharing_of_documents,
+    sharing_of_sequences,
+)
 from tests.survey.tiny import stretched, tiny_config
 
 LENGTHS = (40, 7, 33, 1, 26, 12, 1)
 CONFIG = DistCAConfig(
     tokens_per_rank=64, balance_block_size=4, exchange_timeout=20.0, loss_chunk_bytes=4 * 64 * 20
 )
-NEGLIGIBLE = 1e-3
-"""Gradients of a tensor below this share of the model's largest are compared with that: theirs are
-rounding errors."""
 ACCEPTED = 1e-4
 """Of the loss, and of a gradient, by the largest value of its tensor."""
+ACCEPTED_OF_SHARED = 2e-4
+"""The same where equal beginnings are computed once."""
 Status = Literal["equal", "refused", "not built", "wrong", "unclear error"]
 
 
@@ -54,6 +59,8 @@ class Outcome:
     # model can have those.
     errors: dict[str, float] = field(default_factory=dict)
     layout: str = ""
+    # What becomes of equal beginnings of "padded" sequences and of "documents".
+    sharing: dict[str, Sharing] = field(default_factory=dict)
 
 
 def model_types() -> list[str]:
@@ -86,7 +93,22 @@ def outcome(model_type: str, pool: Any) -> Outcome:
     for rope_type, way in STRETCHED.items() if compared.status == "equal" else ():
         if can_stretch(model, rope_type):
             compared = _compared(pool, compared, rope_type, (way,))
-    return compared
+    return _with_sharing(pool, compared) if compared.status == "equal" else compared
+
+
+def _with_sharing(pool: Any, before: Outcome) -> Outcome:
+    """The outcome with what becomes of equal beginnings."""
+    sharing: dict[str, Sharing] = {}
+    status = before.status
+    told = before.told
+    for name, function in (("padded", sharing_of_sequences), ("documents", sharing_of_documents)):
+        kinds, errors = zip(*pool.run(function, before.model_type), strict=True)
+        assert len(set(kinds)) == 1, kinds
+        sharing[name] = kinds[0]
+        if max(errors) > ACCEPTED_OF_SHARED:
+            status = "wrong"
+            told += f"; {name} that begin alike: {max(errors):.1e}"
+    return replace(before, status=status, told=told, sharing=sharing)
 
 
 Step = tuple[float, dict[str, Any]]

@@ -1,7 +1,8 @@
-"""What becomes of equal beginnings of padded sequences, with a tiny causal language model."""
+"""What becomes of equal beginnings, with a tiny causal language model: of padded sequences, and of
+documents with targets.
+"""
 
 from typing import Any, Literal
-from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -9,41 +10,77 @@ from transformers import AutoModelForCausalLM
 
 from hf_distca import DistCAConfig, pack_padded
 from hf_distca.models.decoder import backbone
-from hf_distca.planner import prefixes
+from hf_distca.models.sharing import why_documents_stay_alone
+from hf_distca.patches.targets import repeat_target_rows
+from hf_distca.plan import PLAN_KEY
 from hf_distca.refusal import RefusedError
+from hf_distca.trainer.assembly import make_dispatcher
+from tests.models_and_batches import Step, exchanging, gradients_of
 from tests.patches.test_padded import batch_with_prefixes
-from tests.survey.outcomes import NEGLIGIBLE
+from tests.shared_documents import (
+    BLOCK,
+    begin_alike,
+    in_blocks_of,
+    shared_batch,
+    step_alone,
+    targets_of,
+)
 from tests.survey.tiny import tiny_config
 
 Sharing = Literal["shared", "alone", "refused"]
+NEGLIGIBLE = 1e-3
+"""Gradients of a tensor below this share of the model's largest are compared with that: theirs are
+rounding errors."""
+LENGTHS = [40, 38, 30, 33, 44, 12, 41, 41, 20, 26, 44, 40]
+"""Tokens of documents, which make two trees: one for each nano-batch."""
 
 
-def sharing(model_type: str) -> tuple[Sharing, float]:
-    """On each rank: what becomes of equal beginnings, and the largest relative error of the loss
-    and of all ranks' gradients beside stock attention.
-    """
+def sharing_of_sequences(model_type: str) -> tuple[Sharing, float]:
+    """On each rank: what becomes of equal beginnings of a padded batch, and the largest error."""
+    model, stock = (_model(model_type, name) for name in ("distca", "eager"))
+    config = DistCAConfig(tokens_per_rank=128, device_profile="cpu", exchange_timeout=20.0)
     try:
-        model, stock = (_model(model_type, name) for name in ("distca", "eager"))
-        config = DistCAConfig(tokens_per_rank=128, device_profile="cpu", exchange_timeout=20.0)
         dispatcher = pack_padded(model, config, torch.device("cpu"))
-    except Exception:  # `test_equal_or_refused` checks the reason
+    except ValueError:  # a model without a backbone
         return "refused", 0.0
     batch = batch_with_prefixes(dist.get_rank())
     try:
-        expected, expected_grads = _step(stock, batch)
-        with patch.object(prefixes, "BLOCK", 4):
-            outputs, found_grads = _step(model, batch)
+        expected = _summed(stock, stock(**batch).loss)
+        with in_blocks_of(BLOCK):
+            found = _summed(model, model(**batch).loss)
             plans = [plan.result() for plan in backbone(model).batches._plans.values()]
-    except RefusedError:  # a head without its backbone
+    except RefusedError:  # a head that passes the backbone by
         return "refused", 0.0
     finally:
         dispatcher.close()
-    least = NEGLIGIBLE * max(gradient.abs().max() for gradient in expected_grads.values())
-    errors = [abs(outputs - expected) / abs(expected)]
-    for name, gradient in expected_grads.items():
-        deviation = (found_grads[name] - gradient).abs().max()
-        errors.append((deviation / torch.maximum(gradient.abs().max(), least)).item())
-    return "shared" if plans[0].shared_rows else "alone", max(errors)
+    return "shared" if plans[0].shared_rows else "alone", _error(found, expected)
+
+
+def sharing_of_documents(model_type: str) -> tuple[Sharing, float]:
+    """On each rank: what becomes of equal beginnings of documents, and the largest error."""
+    model, stock = (_model(model_type, name) for name in ("distca", "eager"))
+    if why_documents_stay_alone(model) is not None:
+        return "alone", 0.0
+    config = DistCAConfig(
+        tokens_per_rank=128,
+        balance_block_size=4,
+        exchange_timeout=20.0,
+        loss_chunk_bytes=4 * 64 * 20,
+        **exchanging(model),
+    )
+    dispatcher = make_dispatcher(model, config, torch.device("cpu"))
+    documents = begin_alike(LENGTHS)
+    try:
+        repeat_target_rows(model)
+        batch = shared_batch(documents, dispatcher)
+        targets = torch.tensor(targets_of(documents))
+        found = _summed(model, model(**batch, num_items_in_batch=targets).loss)
+        ran = batch[PLAN_KEY].ran
+        assert ran.selected_targets
+        assert ran.layers_in_turns == ran.layers
+    finally:
+        dispatcher.close()
+    return "shared", _error(found, step_alone(stock, documents))
 
 
 def _model(model_type: str, implementation: str) -> Any:
@@ -52,14 +89,27 @@ def _model(model_type: str, implementation: str) -> Any:
     return AutoModelForCausalLM.from_config(config, attn_implementation=implementation)
 
 
-def _step(model: Any, batch: dict[str, Any]) -> tuple[float, dict[str, torch.Tensor]]:
-    """This rank's loss, and the sum of all ranks' gradients."""
-    loss = model(**batch).loss
+def _summed(model: Any, loss: torch.Tensor) -> Step:
+    """Sum over ranks of a loss, and of all gradients."""
     loss.backward()
-    gradients = {}
-    for name, parameter in model.named_parameters():
+    total = loss.detach().clone()
+    dist.all_reduce(total)
+    for parameter in model.parameters():
         if parameter.requires_grad:
-            gradient = parameter.grad
-            gradients[name] = torch.zeros_like(parameter) if gradient is None else gradient
-            dist.all_reduce(gradients[name])
-    return loss.item(), gradients
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            dist.all_reduce(parameter.grad)
+    return total.item(), gradients_of(model)
+
+
+def _error(found: Step, expected: Step) -> float:
+    """Largest error of the loss, and of a gradient by the largest value of its tensor."""
+    loss, gradients = found
+    expected_loss, expected_gradients = expected
+    least = NEGLIGIBLE * max(gradient.abs().max() for gradient in expected_gradients.values())
+    errors = [abs(loss - expected_loss) / abs(expected_loss)]
+    for name, gradient in gradients.items():
+        of_stock = expected_gradients.get(name, torch.zeros_like(gradient))
+        deviation = (gradient - of_stock).abs().max()
+        errors.append((deviation / torch.maximum(of_stock.abs().max(), least)).item())
+    return max(errors)

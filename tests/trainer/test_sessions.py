@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
-from transformers import LlamaModel, TrainerCallback
+from transformers import LlamaForCausalLM, LlamaModel, TrainerCallback
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 import hf_distca
@@ -21,7 +21,7 @@ from hf_distca.collator.collation import TARGET_ROWS
 from hf_distca.models.checkpointing import CHECKPOINTING
 from hf_distca.patches import targets
 from hf_distca.trainer import loaders
-from hf_distca.trainer.sharing import documents_share_rows, why_documents_stay_alone
+from hf_distca.trainer.sharing import why_alone_in
 from tests.models_and_batches import exchanging, small_model
 from tests.trainer.chats import tokenizer
 from tests.trainer.comparison import QUIET, launched, whole
@@ -262,6 +262,14 @@ class OwnLoss(hf_distca.DistCATrainer):
         return super().compute_loss(*args, **kwargs)
 
 
+class OwnHead(LlamaForCausalLM):
+    """A model with a loss of its own."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Do as before."""
+        return super().forward(*args, **kwargs)
+
+
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
@@ -270,19 +278,18 @@ class OwnLoss(hf_distca.DistCATrainer):
         (lambda trainer: setattr(trainer, "aux_loss_enabled", True), "auxiliary loss"),
         (
             lambda trainer: setattr(trainer, "model", small_model().model),
-            "no backbone",
+            "no decoder",
         ),
+        (lambda trainer: setattr(trainer.model, "__class__", OwnHead), "OwnHead.forward"),
         (lambda trainer: setattr(trainer, "__class__", OwnLoss), "OwnLoss.compute_loss"),
         (lambda trainer: setattr(trainer.model.config, "attention_dropout", 0.1), "dropout=0.1"),
     ],
-    ids=["shared", "neftune", "experts", "no backbone", "own loss", "dropout"],
+    ids=["shared", "neftune", "experts", "no decoder", "own head", "own loss", "dropout"],
 )
 def test_documents_stay_alone_where_sharing_would_change_results(tmp_path, change, reason):
     trainer = make_trainer(str(tmp_path), lengths=[30])
     change(trainer)
-    assert (reason or "None") in str(why_documents_stay_alone(trainer))
-    trainer.args.share_prefixes = True
-    assert documents_share_rows(trainer) == (reason is None)
+    assert (reason or "None") in str(why_alone_in(trainer))
 
 
 @pytest.mark.parametrize("source", ["list", "transform"])

@@ -1,0 +1,94 @@
+"""Why a model computes equal beginnings of sequences once for each sequence.
+
+Each sequence is then computed alone, and results are as they would be without sharing.
+"""
+
+import inspect
+import re
+
+from torch import nn
+from transformers.utils.logging import get_logger
+
+from hf_distca.config import DistCAConfig
+from hf_distca.models.decoder import base_model, decoder_before_head
+from hf_distca.models.mixing import all_mixing_modules
+from hf_distca.models.rotary import rotary_modules
+
+logger = get_logger(__name__)
+
+DRAWN = re.compile("dropout|pdrop|drop_rate|jitter")
+"""Fields of configs whose layers draw random numbers without a module: OPT's `dropout`, Mixtral's
+`router_jitter_noise`."""
+OF_OTHER_HEADS = re.compile("classifier|summary")
+"""Fields of heads that the backbone does not have, such as GPT-2's `summary_first_dropout`."""
+PACKAGES = ("hf_distca", "liger_kernel", "torch", "transformers", "trl")
+"""Packages whose losses read nothing but labels and the hidden states or logits of their rows."""
+ROUTER_COUNTS = "the router's auxiliary loss counts rows; router_aux_loss_coef=0 leaves it out"
+
+
+def shares_prefixes(config: DistCAConfig, reason: str | None, rank: int) -> bool:
+    """Return whether equal beginnings are computed once; rank 0 logs once why not.
+
+    Args:
+        reason: why computing them once would change results; None if it would not.
+    """
+    if config.share_prefixes and reason is not None:
+        log_alone(reason, rank)
+    return config.share_prefixes and reason is None
+
+
+def log_alone(reason: str, rank: int) -> None:
+    """Log once, on rank 0, why equal beginnings are computed for each sequence."""
+    if rank == 0:
+        logger.info_once(f"equal beginnings are not shared: {reason}")
+
+
+def why_sequences_stay_alone(model: nn.Module) -> str | None:
+    """Return why sharing rows among sequences would change hidden states; None if it would not."""
+    if all_mixing_modules(model):
+        return "some layers mix rows otherwise than by attention"
+    if rotary_modules(base_model(model)):
+        return "rotary embeddings depend on the length of each sequence"
+    drawn = _drawn_for_each_row(model)
+    if drawn is not None:
+        return f"{drawn} draws random numbers for each row"
+    return None
+
+
+def why_documents_stay_alone(model: nn.Module) -> str | None:
+    """Return why sharing rows among documents with targets would change results; None if not."""
+    base = base_model(model)
+    reason = why_sequences_stay_alone(model)
+    if reason is not None:
+        return reason
+    if getattr(base.config.get_text_config(), "output_router_logits", False):
+        return ROUTER_COUNTS
+    if decoder_before_head(base) is base:
+        return f"{type(base).__name__} has no decoder apart from its head"
+    return why_not_row_by_row(type(base), "forward")
+
+
+def why_not_row_by_row(cls: type, method: str) -> str | None:
+    """Return why a loss may need a row and its target at the same place; None if it does not.
+
+    Args:
+        method: name of the method that computes the loss.
+    """
+    for base in cls.__mro__:
+        function = vars(base).get(method)
+        if inspect.isroutine(function) and function.__module__.partition(".")[0] not in PACKAGES:
+            return f"{function.__qualname__} may read targets and other columns of a row together"
+    return None
+
+
+def _drawn_for_each_row(model: nn.Module) -> str | None:
+    """Return what draws random numbers for each row in training; None if nothing does."""
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Dropout) and module.p > 0:
+            return f"the dropout {name}"
+    settings = base_model(model).config.get_text_config().to_dict()
+    for name, value in settings.items():
+        is_positive = isinstance(value, float) and value > 0
+        if is_positive and DRAWN.search(name) and not OF_OTHER_HEADS.search(name):
+            return f"{name}={value}"
+    return None

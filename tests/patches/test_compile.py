@@ -11,20 +11,16 @@ from torch._dynamo.utils import counters
 from hf_distca.models.checkpointing import enable_checkpointing
 from hf_distca.patches.head import plan_head
 from hf_distca.patches.layers import plan_layers
-from hf_distca.patches.targets import repeat_target_rows
 from hf_distca.planner.micro_batch import plan_micro_batch
 from tests.models_and_batches import (
     CHUNK_BYTES,
-    Step,
     assert_same_step,
     dispatcher_of_all_ranks,
     planned_step,
     random_documents,
     reference_step,
     small_model,
-    summed_step,
 )
-from tests.shared_documents import begin_alike, shared_batch, step_alone, targets_of
 
 BATCHES = [[40, 7, 33], [24, 30, 25], [50, 41], [12, 13]]
 CORE_ATTENTION = "core attention follows a plan"
@@ -91,29 +87,3 @@ def test_core_attention_alone_stays_uncompiled(
     assert graphs[0] > 0
     assert breaks[2] == breaks[-1]
     assert graphs[2] == graphs[-1]
-
-
-def _shared_steps() -> list[Step]:
-    """Loss and gradients of documents that share rows, by a compiled model."""
-    dispatcher = dispatcher_of_all_ranks(ping_pong=True)
-    model = small_model().train()
-    plan_head(model, CHUNK_BYTES)
-    plan_layers(model)
-    repeat_target_rows(model)
-    torch._dynamo.reset()
-    compiled = torch.compile(model, backend="eager")
-    found = []
-    for lengths in BATCHES[:2]:
-        model.zero_grad()
-        documents = begin_alike(lengths)
-        batch = shared_batch(documents, dispatcher)
-        loss = compiled(**batch, num_items_in_batch=targets_of(documents)).loss
-        loss.backward()
-        found.append(summed_step(model, loss))
-    return found
-
-
-def test_documents_share_rows_of_a_compiled_model(rank_pools):
-    (found,) = rank_pools[1].run(_shared_steps)
-    for lengths, got in zip(BATCHES[:2], found, strict=True):
-        assert_same_step(got, step_alone(small_model(), begin_alike(lengths)))

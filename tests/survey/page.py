@@ -11,16 +11,7 @@ from pathlib import Path
 import transformers
 
 from tests.ranks import RankPool
-from tests.survey.outcomes import (
-    ACCEPTED,
-    ACCEPTED_OF_SHARED,
-    STRETCHED,
-    WAYS,
-    Outcome,
-    Status,
-    model_types,
-    outcome,
-)
+from tests.survey.outcomes import ACCEPTED, STRETCHED, WAYS, Outcome, Status, model_types, outcome
 
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "compatibility.md"
 ERROR = re.compile(r"\d\.\de-\d\d")
@@ -35,12 +26,6 @@ ways:
 - *trainer*: documents are laid out by the planner, as `DistCATrainer` does.
 - *loop*: documents stay on their rank, with `make_dispatcher` and `plan_batch`, under gradient
   checkpointing.
-
-Then sequences and documents begin alike, and rows that are equal are computed once, on two ranks
-with two nano-batches. The column *shares* names what shares rows: *padded* sequences, as in
-`pack_padded` and TRL's preference trainers, and *documents*, as in `DistCATrainer` and
-`DistCASFTTrainer`. The others are computed alone. Loss and gradients are those of each sequence and
-of each document alone; the test accepts errors of {most_of_shared:.0e}.
 
 Models whose rotary embeddings can depend on the length of a document train again with such
 embeddings: as the trainer does with *longrope*, and in a loop with *dynamic* NTK. Each document is
@@ -60,8 +45,7 @@ SECTIONS: dict[Status, tuple[str, str]] = {
             "The numbers are the largest error of the loss or of a gradient, relative to the "
             "largest value of its tensor,\nin float32. The test accepts at most {most:.0e}. "
             "`layout` is the `document_layout` that `auto` chooses.\n\n| model | layout | trainer "
-            "| loop | longrope | dynamic | shares |\n"
-            "| --- | --- | --- | --- | --- | --- | --- |"
+            "| loop | longrope | dynamic |\n| --- | --- | --- | --- | --- | --- |"
         ),
     ),
     "refused": ("Refused", "| model | reason |\n| --- | --- |"),
@@ -78,7 +62,6 @@ def page(outcomes: Sequence[Outcome]) -> str:
         "refused": counts["refused"],
         "unbuilt": counts["not built"],
         "whole": whole,
-        "most_of_shared": ACCEPTED_OF_SHARED,
     }
     parts = [TOP.format(version=transformers.__version__, **counted)]
     for status, (title, head) in SECTIONS.items():
@@ -96,8 +79,7 @@ def _row(outcome: Outcome) -> str:
     if outcome.status == "equal":
         named = (outcome.errors.get(name) for name in (*WAYS, *STRETCHED))
         errors = " | ".join("–" if error is None else f"{error:.1e}" for error in named)
-        shares = ", ".join(name for name, found in outcome.sharing.items() if found == "shared")
-        return f"| `{outcome.model_type}` | {outcome.layout} | {errors} | {shares or '–'} |"
+        return f"| `{outcome.model_type}` | {outcome.layout} | {errors} |"
     return f"| `{outcome.model_type}` | {outcome.told.replace('|', '/').replace('<', '&lt;')} |"
 
 

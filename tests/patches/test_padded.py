@@ -45,7 +45,7 @@ from hf_distca.planner.settings import PlanSettings
 from hf_distca.refusal import RefusedError
 from tests.models_and_batches import SMALL, SMALL_HYBRID, SMALL_KIND, SMALL_LLAMA4, with_lora
 from tests.models_and_batches import small_model as small_model_of
-from tests.patches.test_rotary import DYNAMIC, LONGROPE
+from tests.patches.test_rotary import LONGROPE
 from tests.ranks import RankPool
 
 CONFIGS: dict[str, Callable[[], Any]] = {
@@ -577,7 +577,6 @@ def test_prefixes_are_not_shared_if_not_wanted(rank_pools):
         ("opt", {"dropout": 0.1, "word_embed_proj_dim": 32}, "dropout=0.1 draws"),
         ("mixtral", {"router_jitter_noise": 0.01}, "router_jitter_noise=0.01 draws"),
         ("qwen3_next", SMALL_HYBRID, "some layers mix rows"),
-        ("llama", {"rope_parameters": DYNAMIC}, "rotary embeddings depend on the length"),
         ("llama", {"rope_parameters": LONGROPE}, "rotary embeddings depend on the length"),
     ],
 )

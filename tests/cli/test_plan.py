@@ -538,7 +538,7 @@ def test_the_split_of_a_data_set(run, tmp_path, options, drawn):
             "a.txt",
             "a b",
             ["--tokenizer", "/no/where"],
-            "--tokenizer /no/where cannot make tokens of the column 'text': ",
+            "no tokenizer at '/no/where': there is no such folder",
         ),
         ("a.csv", "length\n2.5", [], "column length holds double; expected whole numbers"),
         (

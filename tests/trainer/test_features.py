@@ -27,6 +27,7 @@ from tests.late_streams import LateStreams
 from tests.logged import Messages
 from tests.models_and_batches import random_documents, reference_step
 from tests.refused import refused
+from tests.trainer import preferences
 from tests.trainer.comparison import (
     AS_GPUS,
     CHECKPOINTING,
@@ -248,6 +249,33 @@ def test_trainings_with_offload_are_the_same_to_the_last_bit(
     for rank_results in pool.run(_both_trainings, str(tmp_path), name, keeps_groups=True):
         (expected, _), (got, moved) = rank_results
         assert got["losses"] == expected["losses"]
+        for weight, learned in expected["learned"].items():
+            assert torch.equal(got["learned"][weight], learned), weight
+        assert moved["host"] == moved["device"] > 0
+
+
+def _preference_training(folder: str, offloads: bool) -> tuple[dict[str, Any], dict[str, int]]:
+    """A rank's training of DPO in several micro-batches, and the bytes that went to the host."""
+    streams = LateStreams()
+    case = preferences.Case(
+        "dpo",
+        model={"num_hidden_layers": 4},
+        planned={"offload_activations": offloads, "tokens_per_rank": 40},
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(offload, "Copies", lambda device, _: Copies(device, streams))
+        result = preferences.train(f"{folder}/{offloads}", case, planned=True)
+    return result, streams.moved
+
+
+def _both_preference_trainings(folder: str) -> list[tuple[dict[str, Any], dict[str, int]]]:
+    """A rank's training of DPO without and with offload."""
+    return [_preference_training(folder, offloads) for offloads in (False, True)]
+
+
+def test_padded_batches_with_offload_are_the_same_to_the_last_bit(rank_pools, tmp_path):
+    for rank_results in rank_pools[2].run(_both_preference_trainings, str(tmp_path)):
+        (expected, _), (got, moved) = rank_results
         for weight, learned in expected["learned"].items():
             assert torch.equal(got["learned"][weight], learned), weight
         assert moved["host"] == moved["device"] > 0

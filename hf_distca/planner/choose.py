@@ -25,7 +25,7 @@ settings alone.
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from math import inf
+from math import inf, sqrt
 from operator import attrgetter
 from typing import Literal
 
@@ -319,8 +319,9 @@ class _Search:
             if bound >= lowest * (1 - GOOD_ENOUGH):
                 continue
             even.append(placing)
-            # A bound that leaves documents out is no measure for larger groups.
-            if not placing.unplaced:
+            # A bound is no measure for larger groups if it leaves documents out, or if none of the
+            # placing's documents can be divided evenly.
+            if not placing.unplaced and not self._has_too_many_moves(placing):
                 lowest = bound
         return even
 
@@ -438,7 +439,7 @@ class _Search:
             fewest = min(self._choices.nano_batches)
             return planned if len(planned) == count or count == fewest else None
         evenly = candidate.division == "evenly"
-        if evenly and self._moves(candidate.placing) > MOST_MOVES * settings.ranks**0.5:
+        if evenly and self._has_too_many_moves(candidate.placing):
             return None
         for count in candidate.nano_batches:
             nano_batches = nano_batches_in_groups(
@@ -453,6 +454,10 @@ class _Search:
             if nano_batches is not None:
                 return nano_batches
         return None
+
+    def _has_too_many_moves(self, placing: Placing) -> bool:
+        """Return whether documents of a placing have too many moves to be divided evenly."""
+        return self._moves(placing) > MOST_MOVES * sqrt(self._settings.ranks)
 
     def _moves(self, placing: Placing) -> int:
         """Return about how many moves of K/V rows there are.

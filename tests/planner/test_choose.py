@@ -1,6 +1,7 @@
 """The plan that is chosen, with costs of which the best way is known."""
 
 from dataclasses import replace
+from functools import partial
 from itertools import islice
 
 import numpy as np
@@ -10,6 +11,7 @@ from hf_distca.plan import AttentionKind
 from hf_distca.plan.cost import RowBytes
 from hf_distca.plan.metrics import bytes_moved, loads_of
 from hf_distca.plan.stages import rows_by_stage
+from hf_distca.planner import choose
 from hf_distca.planner.choose import (
     Candidate,
     PlannedCandidate,
@@ -354,6 +356,23 @@ def test_whole_documents_that_are_nearly_even_are_planned_alone(monkeypatch):
     monkeypatch.setattr(_Search, "planned", noted)
     plan_micro_batch([24, 18, 18, 18], replace(settings, choices=choices))
     assert [candidate.placing.sizes for candidate in planned] == [(1, 1)]
+
+
+@pytest.mark.parametrize(
+    ("most_moves", "expected"),
+    [
+        pytest.param(4096, [(4, 4)], id="groups of four are even"),
+        pytest.param(0, [(4, 4), (8,)], id="groups of four are not divided evenly"),
+    ],
+)
+def test_larger_groups_are_tried_where_smaller_ones_have_too_many_moves(
+    monkeypatch, most_moves, expected
+):
+    monkeypatch.setattr(choose, "MOST_MOVES", most_moves)
+    settings = PlanSettings(8, 64, (KIND,), ranks_per_node=2, balance_block_size=4)
+    choices = Choices(costs(FREE, SLOW))
+    search = choose._Search(np.array([100, 100]), settings, choices, partial(tuple))
+    assert [placing.sizes for placing in search._even_placings()] == expected
 
 
 def test_long_documents_are_divided_evenly_where_that_is_faster():

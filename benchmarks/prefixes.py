@@ -19,7 +19,7 @@ A round runs all cases by both strategies in shuffled order. A step is a forward
 includes reading the batches, hashing, exchanging hashes, planning and binding. Each round has new
 lengths and tokens, so that each step makes its plan. Rows are the rows of all ranks. Memory is the
 peak of a rank in a step, without what the rank held before. Each strategy has its own processes.
-Rows and memory are those of the first round.
+Rows and memory come from the first round.
 
 Run: python benchmarks/prefixes.py [--rounds 8] [--scale 1]
 """

@@ -65,6 +65,7 @@ def _options_refused() -> Iterator[None]:
     def refuse(parser: argparse.ArgumentParser, message: str) -> NoReturn:
         raise RefusedError(f"{parser.prog}: error: {message}")
 
+    # Parsers of transformers and TRL are made in the main function, so their base class is changed.
     before = argparse.ArgumentParser.error
     argparse.ArgumentParser.error = refuse  # type: ignore[method-assign, assignment]
     try:

@@ -124,7 +124,7 @@ class RankDocuments(Dataset[PlannedDocuments]):
         # soon as there are as many tokens as ranks, or as many documents that stay whole.
         excerpts = micro_batch.excerpts
         lengths = excerpts["stop"] - excerpts["start"]
-        shared_prefixes = self._found(micro_batch)
+        shared_prefixes = self._shared_prefixes(micro_batch)
         stay_whole = self.settings.document_layout == "whole"
         trees = len(lengths) if shared_prefixes is None else shared_prefixes.trees
         rows = int(lengths.sum()) if shared_prefixes is None else shared_prefixes.rows
@@ -159,7 +159,7 @@ class RankDocuments(Dataset[PlannedDocuments]):
             documents[index] = document
         return PlannedDocuments(plan, excerpts, documents, shared)
 
-    def _found(self, micro_batch: GlobalMicroBatch) -> SharedPrefixes | None:
+    def _shared_prefixes(self, micro_batch: GlobalMicroBatch) -> SharedPrefixes | None:
         """Return what the excerpts of a micro-batch share; None if nothing."""
         if self.beginnings is None or micro_batch.groups is None:
             return None

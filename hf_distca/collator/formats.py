@@ -11,7 +11,7 @@ TABLES = {
 }
 """Formats of `datasets` for files with one document a row, by suffix. All other files are text."""
 TEXT_SUFFIXES = (".txt", ".md")
-"""Suffixes of names that are meant as files, not as names on the Hub, besides those of tables."""
+"""Suffixes that tell names of files from names on the Hub, besides the suffixes of tables."""
 
 
 def is_hub_name(source: str) -> bool:

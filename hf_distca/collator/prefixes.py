@@ -174,12 +174,13 @@ class SharedBeginnings:
         """
         if (self.ends[excerpts["document"]] < 0).all():
             return None
-        found = self._found(excerpts, groups, most_rows)
+        prefixes = self._prefixes_of(excerpts, groups, most_rows)
         if joins:
-            joined = self._found(excerpts, None, most_rows)
-            if joined.rows < found.rows and self._have_few_targets(joined, excerpts).all():
-                found = joined
-        return found if found.rows < int((excerpts["stop"] - excerpts["start"]).sum()) else None
+            joined = self._prefixes_of(excerpts, None, most_rows)
+            if joined.rows < prefixes.rows and self._have_few_targets(joined, excerpts).all():
+                prefixes = joined
+        rows_alone = int((excerpts["stop"] - excerpts["start"]).sum())
+        return prefixes if prefixes.rows < rows_alone else None
 
     def _path(self, excerpt: np.void) -> list[int]:
         """Return the nodes of an excerpt, from the first block on."""
@@ -195,7 +196,7 @@ class SharedBeginnings:
         whole_blocks = len(path) if stop == self.lengths[document] else stop // BLOCK
         return path[::-1][:whole_blocks]
 
-    def _found(
+    def _prefixes_of(
         self, excerpts: NDArray[np.void], groups: IntArray | None, most_rows: int
     ) -> SharedPrefixes:
         """Return what excerpts share, inside their groups alone if there are groups."""
@@ -211,10 +212,10 @@ class SharedBeginnings:
         return share_prefixes(lengths, hashes, most_rows)
 
     def _have_few_targets(
-        self, found: SharedPrefixes, excerpts: NDArray[np.void]
+        self, prefixes: SharedPrefixes, excerpts: NDArray[np.void]
     ) -> NDArray[np.bool_]:
         """Return [trees] whether each tree has few enough targets."""
-        trees, tree_rows = _trees_of(found)
+        trees, tree_rows = _trees_of(prefixes)
         targets = np.bincount(trees, self.targets[excerpts["document"]], len(tree_rows))
         is_alone = np.bincount(trees, minlength=len(tree_rows)) == 1
         return np.asarray(is_alone | (targets <= MOST_TARGETS * tree_rows))
@@ -226,9 +227,9 @@ class SharedBeginnings:
 
         Return each group with its rows. Excerpts that stay alone are left out.
         """
-        found = self._found(excerpts[family], None, most_rows)
-        have_few_targets = self._have_few_targets(found, excerpts[family])
-        trees, _ = _trees_of(found)
+        prefixes = self._prefixes_of(excerpts[family], None, most_rows)
+        have_few_targets = self._have_few_targets(prefixes, excerpts[family])
+        trees, _ = _trees_of(prefixes)
         members_of = np.bincount(trees)
         # A tree that does not fit was divided at its root. Some of the members that are then alone
         # fit together.
@@ -243,7 +244,7 @@ class SharedBeginnings:
         with_rows = []
         for group in groups:
             tokens = int((excerpts["stop"][group] - excerpts["start"][group]).sum())
-            rows = self._found(excerpts[group], None, most_rows).rows
+            rows = self._prefixes_of(excerpts[group], None, most_rows).rows
             if rows < tokens and rows <= most_rows:
                 with_rows.append((group, rows))
         return with_rows
@@ -283,9 +284,9 @@ def _common(path: Sequence[int], other: Sequence[int]) -> int:
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
-def _trees_of(found: SharedPrefixes) -> tuple[IntArray, IntArray]:
+def _trees_of(prefixes: SharedPrefixes) -> tuple[IntArray, IntArray]:
     """Return [sequences] the tree of each sequence, and [trees] the rows of each tree."""
-    forest = Forest.of(found.lengths, found.branches)
-    tree_of_document = np.empty(len(found.lengths), np.int64)
+    forest = Forest.of(prefixes.lengths, prefixes.branches)
+    tree_of_document = np.empty(len(prefixes.lengths), np.int64)
     tree_of_document[forest.order] = forest.placed["document"]
-    return tree_of_document[found.ends], forest.tree_lengths
+    return tree_of_document[prefixes.ends], forest.tree_lengths

@@ -125,7 +125,7 @@ class LiveMemory(TorchDispatchMode):
             self._repeated[part] += size
 
     def _note_peak(self) -> None:
-        """Take the bytes of this moment as those of a peak if they are the most."""
+        """Note the bytes that are live now as the peak, if they are more than before."""
         total: float = _bytes_of_peak(self._bytes)
         # Before the layers end, some of the repeated tensors are temporary.
         repeated = self._repeated if self.layers_ended else Counter[Part]()

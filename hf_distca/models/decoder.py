@@ -28,8 +28,8 @@ def backbone(model: PreTrainedModel) -> nn.Module:
 
 def decoder_before_head(model: PreTrainedModel) -> nn.Module:
     """Return the decoder that gives a model's head its rows, or the model itself if it has none."""
-    found: nn.Module = model.get_decoder()
-    return backbone(model) if found is model else found
+    decoder: nn.Module = model.get_decoder()
+    return backbone(model) if decoder is model else decoder
 
 
 def decoder_attentions(model: PreTrainedModel) -> dict[str, nn.Module]:

@@ -435,8 +435,8 @@ def _pairs_and_tasks(lengths: IntArray, kind: AttentionKind) -> tuple[IntArray, 
     if kind.chunk is None:
         return pairs(0, lengths, kind.window), np.ones_like(lengths)
     chunks, rest = np.divmod(lengths, kind.chunk)
-    pairs_of_chunks = chunks * pairs(0, kind.chunk, kind.window) + pairs(0, rest, kind.window)
-    return pairs_of_chunks, chunks + (rest > 0)
+    document_pairs = chunks * pairs(0, kind.chunk, kind.window) + pairs(0, rest, kind.window)
+    return document_pairs, chunks + (rest > 0)
 
 
 def in_stages(

@@ -109,7 +109,8 @@ def chosen_layers(needs_of_ranks: list[RankNeeds], possible: int, setting: bool 
     if setting == AUTO:
         missing = max(-(-needs.excess // needs.layer_bytes) for needs in needs_of_ranks)
         layers = min(possible, max(missing, 0))
-    for host in dict.fromkeys(needs.host for needs in needs_of_ranks):
+    hosts = dict.fromkeys(needs.host for needs in needs_of_ranks)
+    for host in hosts:
         ranks_there = [needs for needs in needs_of_ranks if needs.host == host]
         available = int(HOST_LEFT * min(needs.available for needs in ranks_there))
         layer_of_ranks = sum(needs.host_bytes for needs in ranks_there)

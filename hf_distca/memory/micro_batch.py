@@ -46,7 +46,7 @@ from hf_distca.models.checkpointing import (
     enable_checkpointing,
     offloaded_layers,
 )
-from hf_distca.models.decoder import base_model, decoder_layers
+from hf_distca.models.decoder import base_model, decoder_layers, text_decoder
 from hf_distca.models.fake import fake_tensors
 from hf_distca.models.mixing import halo_widths
 from hf_distca.patches import loss as loss_module
@@ -164,7 +164,7 @@ def count_peaks(
         names = ("input_ids", "position_ids", "labels", "shift_labels")
         batch = {name: torch.zeros((1, bound.rows), dtype=torch.long) for name in names}
         targets = torch.ones((), dtype=torch.long)
-        hooks.append(base.get_decoder().register_forward_hook(decoder_ended))
+        hooks.append(text_decoder(base).register_forward_hook(decoder_ended))
         hooks += _tell_halves(layers, live)
         with torch.autocast(HOST.type, dtype=use.autocast, enabled=use.autocast is not None):
             loss = model(

@@ -26,22 +26,22 @@ def backbone(model: PreTrainedModel) -> nn.Module:
     return getattr(model, "model", model) if inner is model else inner
 
 
-def decoder_before_head(model: PreTrainedModel) -> nn.Module:
-    """Return the decoder that gives a model's head its rows, or the model itself if it has none."""
+def text_decoder(model: PreTrainedModel) -> nn.Module:
+    """Return the decoder that gives a model's head its rows, or the model itself if it has none.
+
+    The decoder has no towers for images or sound.
+    """
     decoder: nn.Module = model.get_decoder()
-    return backbone(model) if decoder is model else decoder
+    # In some models get_decoder() returns the model itself, or a part of the head.
+    if decoder is model or not has_attention(decoder):
+        return backbone(model)
+    return decoder
 
 
 def decoder_attentions(model: PreTrainedModel) -> dict[str, nn.Module]:
     """Return the attention layers of a model's decoder by name."""
-    # The decoder alone has no towers for images or sound. In some models get_decoder() returns
-    # another module.
-    return _attentions_in(model.get_decoder()) or _attentions_in(model)
-
-
-def _attentions_in(module: nn.Module) -> dict[str, nn.Module]:
-    """Return the attention layers inside a module by name."""
-    return {name: inner for name, inner in module.named_modules() if is_attention(inner)}
+    decoder = text_decoder(model)
+    return {name: inner for name, inner in decoder.named_modules() if is_attention(inner)}
 
 
 def is_attention(module: nn.Module) -> bool:

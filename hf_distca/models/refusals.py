@@ -20,6 +20,7 @@ from hf_distca.models.decoder import (
     mixing_layers,
     stock_forward,
     takes_keywords,
+    text_decoder,
 )
 from hf_distca.models.kinds import MIXING, layer_types
 from hf_distca.models.rotary import unknown_rotary_modules
@@ -313,7 +314,7 @@ class _ModelFacts:
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
         self.config: Any = model.config.get_text_config(decoder=True)
-        self.decoder = model.get_decoder()
+        self.decoder = text_decoder(model)
         self.attentions = decoder_attentions(model)
         stock = ["eager"]
         for implementation, flag in STOCK_ATTENTION.items():

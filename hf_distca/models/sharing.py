@@ -10,7 +10,7 @@ from torch import nn
 from transformers.utils.logging import get_logger
 
 from hf_distca.config import DistCAConfig
-from hf_distca.models.decoder import base_model, decoder_before_head
+from hf_distca.models.decoder import base_model, text_decoder
 from hf_distca.models.mixing import all_mixing_modules
 from hf_distca.models.rotary import rotary_modules
 
@@ -63,7 +63,7 @@ def why_documents_stay_alone(model: nn.Module) -> str | None:
         return reason
     if getattr(base.config.get_text_config(), "output_router_logits", False):
         return ROUTER_COUNTS
-    if decoder_before_head(base) is base:
+    if text_decoder(base) is base:
         return f"{type(base).__name__} has no decoder apart from its head"
     return why_not_row_by_row(type(base), "forward")
 

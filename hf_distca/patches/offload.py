@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from hf_distca.dispatch.bound import BoundPlan
 from hf_distca.dispatch.checkpoints import checkpoints_around, is_recomputation
-from hf_distca.models.decoder import base_model, decoder_layers
+from hf_distca.models.decoder import base_model, text_decoder
 from hf_distca.patches.modules import uncompiled
 from hf_distca.plan import PLAN_KEY
 
@@ -26,11 +26,8 @@ FUNCTIONS = ("_gradient_checkpointing_func", "checkpoint_fn")
 
 def offload_checkpoints(model: PreTrainedModel) -> None:
     """Let the checkpoints of a model's decoder layers go to the host in planned steps, in place."""
-    base = base_model(model)
-    decoder = base.get_decoder()
-    # In some models get_decoder() returns another module.
-    runs_layers = decoder if decoder_layers(decoder) else base
-    runs_layers.register_forward_pre_hook(_wrap_checkpoints, with_kwargs=True)
+    decoder = text_decoder(base_model(model))
+    decoder.register_forward_pre_hook(_wrap_checkpoints, with_kwargs=True)
 
 
 @uncompiled("checkpoints are wrapped before the decoder runs")

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_distca.dispatch.bound import BoundPlan
-from hf_distca.models.decoder import base_model, decoder_before_head
+from hf_distca.models.decoder import base_model, text_decoder
 from hf_distca.patches.modules import subclass, uncompiled
 from hf_distca.plan import PLAN_KEY
 
@@ -22,7 +22,7 @@ def repeat_target_rows(model: nn.Module) -> None:
 
     Plans without `target_rows` run as before.
     """
-    decoder: Any = decoder_before_head(base_model(model))
+    decoder: Any = text_decoder(base_model(model))
     if not isinstance(decoder, TargetRows):
         decoder.__class__ = subclass(type(decoder), TargetRows)
 

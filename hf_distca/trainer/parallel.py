@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel, TrainingArguments
 
 from hf_distca.dispatch.groups import in_world
-from hf_distca.models.decoder import base_model
+from hf_distca.models.decoder import base_model, text_decoder
 from hf_distca.models.tensor_parallel import is_divided_at_load
 
 DDP = (DistributedType.MULTI_GPU, DistributedType.MULTI_CPU)
@@ -252,7 +252,7 @@ def trained_towers(model: PreTrainedModel) -> list[str]:
         return []
     text_ids: set[int] = set()  # of parameters
     for module in (
-        model.get_decoder(),
+        text_decoder(model),
         model.get_input_embeddings(),
         model.get_output_embeddings(),
     ):

@@ -63,7 +63,7 @@ class PaddedBatch:
     mask: Tensor  # [B, L], 0 for padding
 
 
-OfRank = tuple[tuple[int, ...], tuple[Hashes, ...] | None]
+SequenceSummary = tuple[tuple[int, ...], tuple[Hashes, ...] | None]
 """Lengths of a rank's sequences, and their hashes if equal beginnings are shared."""
 
 
@@ -76,8 +76,8 @@ class Sequences:
     hashes: tuple[Hashes, ...] | None = None  # of each sequence, if equal beginnings are shared
 
     @property
-    def of_rank(self) -> OfRank:
-        """What other ranks have to know of them."""
+    def summary(self) -> SequenceSummary:
+        """Lengths and hashes, from which every rank makes the same plans."""
         return tuple(self.lengths.tolist()), self.hashes
 
 
@@ -271,7 +271,7 @@ def _with_sequences(
 
 
 @dataclass(frozen=True, eq=False)
-class _Way:
+class _Route:
     """Rows of a padded batch, and rows that the rank holds, in the order in which they travel."""
 
     padded_rows: Tensor  # rows of the padded batch, by the rank that they go to
@@ -316,15 +316,15 @@ class RowTravel:
         self.rows_of_micro_batches = np.bincount(
             shares_of_rank["micro_batch"], weights=rows, minlength=len(planned.plans)
         ).astype(int)
-        self._forth = self._way(shares)
-        self._back = self._forth
+        self._route_to_held = self._route(shares)
+        self._route_to_padded = self._route_to_held
         self._rounds = None
         if planned.shared_rows:
-            self._back = self._way(readers)
+            self._route_to_padded = self._route(readers)
             self._rounds = self._rounds_of(readers)
 
-    def _way(self, shares: NDArray[np.void]) -> _Way:
-        """Return the way of rows of dtype SHARE, by rank: both ends number them in this order."""
+    def _route(self, shares: NDArray[np.void]) -> _Route:
+        """Return the route of rows of dtype SHARE, by rank: both ends number them in this order."""
         ranks = self._groups.ranks
         columns = self.shape[1]
         # 1. Rows that leave this rank's padded batch.
@@ -340,7 +340,7 @@ class RowTravel:
         rows = arriving["stop"] - arriving["start"]
         received = _counts(arriving["source"], rows, ranks)
         held_rows = expand(arriving["offset"], rows)
-        return _Way(
+        return _Route(
             torch.from_numpy(padded_rows).to(self._device, non_blocking=True),
             torch.from_numpy(held_rows).to(self._device, non_blocking=True),
             sent,
@@ -362,35 +362,41 @@ class RowTravel:
             for entries in rounds_of(held_rows)
         ]
 
-    def forth(self, padded_F: Tensor) -> Tensor:
+    def to_held(self, padded_F: Tensor) -> Tensor:
         """Return the rows [N, ...] that this rank holds, given rows [F, ...] of its batch."""
-        way = self._forth
-        arrived = self._exchanged(padded_F.index_select(0, way.padded_rows), way.sent, way.received)
+        route = self._route_to_held
+        arrived = self._exchanged(
+            padded_F.index_select(0, route.padded_rows), route.sent, route.received
+        )
         return arrived.new_zeros((self.held_rows, *arrived.shape[1:])).index_copy_(
-            0, way.held_rows, arrived
+            0, route.held_rows, arrived
         )
 
-    def back(self, held_N: Tensor) -> Tensor:
+    def to_padded(self, held_N: Tensor) -> Tensor:
         """Return the rows [F, ...] of the padded batch, given rows [N, ...] that ranks hold."""
-        way = self._back
-        arrived = self._exchanged(held_N.index_select(0, way.held_rows), way.received, way.sent)
+        route = self._route_to_padded
+        arrived = self._exchanged(
+            held_N.index_select(0, route.held_rows), route.received, route.sent
+        )
         return arrived.new_zeros((self.shape.numel(), *arrived.shape[1:])).index_copy_(
-            0, way.padded_rows, arrived
+            0, route.padded_rows, arrived
         )
 
     def gradients(self, padded_F: Tensor) -> Tensor:
-        """Return gradients [N, ...] of the rows that this rank holds, given those of `back`.
+        """Return gradients [N, ...] of the rows that this rank holds, given those of `to_padded`.
 
         Gradients of all readers of a row are added up, in a fixed order.
         """
         if self._rounds is None:
-            return self.forth(padded_F)
-        way = self._back
-        arrived = self._exchanged(padded_F.index_select(0, way.padded_rows), way.sent, way.received)
+            return self.to_held(padded_F)
+        route = self._route_to_padded
+        arrived = self._exchanged(
+            padded_F.index_select(0, route.padded_rows), route.sent, route.received
+        )
         sums = arrived.new_zeros((self.held_rows, *arrived.shape[1:]), dtype=torch.float32)
         for entries in self._rounds:
             sums.index_add_(
-                0, way.held_rows[entries], arrived.index_select(0, entries).to(sums.dtype)
+                0, route.held_rows[entries], arrived.index_select(0, entries).to(sums.dtype)
             )
         return sums.to(arrived.dtype)
 
@@ -420,8 +426,8 @@ def _as_bytes(rows: Tensor) -> Tensor:
     return rows.reshape(len(rows), rows.shape[1:].numel()).view(torch.uint8)
 
 
-class _Back(torch.autograd.Function):
-    """`RowTravel.back` of several tensors; gradients travel by `RowTravel.gradients`.
+class _ReturnToBatch(torch.autograd.Function):
+    """`RowTravel.to_padded` of several tensors; gradients travel by `RowTravel.gradients`.
 
     One node has all tensors of all micro-batches, so that every rank exchanges gradients, whatever
     its loss reads.
@@ -430,7 +436,7 @@ class _Back(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, travel: RowTravel, *rows_of_rank: Tensor) -> tuple[Tensor, ...]:
         ctx.travel = travel
-        return tuple(travel.back(rows) for rows in rows_of_rank)
+        return tuple(travel.to_padded(rows) for rows in rows_of_rank)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
@@ -460,8 +466,8 @@ class PackedBatch:
         rows_of_rank = [
             torch.cat(parts) if len(parts) > 1 else parts[0] for parts in zip(*outputs, strict=True)
         ]
-        back: Any = _Back.apply
-        return list(back(self.travel, *rows_of_rank))
+        return_to_batch: Any = _ReturnToBatch.apply
+        return list(return_to_batch(self.travel, *rows_of_rank))
 
 
 class OneMicroBatch(NamedTuple):
@@ -494,7 +500,7 @@ class PaddedBatches:
         self._count = count
         self._at_once = at_once
         # By lengths and hashes, and by whether there will be a backward; the latest last.
-        self._plans: dict[tuple[tuple[OfRank, ...], bool], Future[PlannedSequences]] = {}
+        self._plans: dict[tuple[tuple[SequenceSummary, ...], bool], Future[PlannedSequences]] = {}
         self._plans_kept = PLANS_KEPT
         self._settings = dispatcher.settings  # of those plans
         self._planner = ThreadPoolExecutor(1, "planner of padded batches")
@@ -515,7 +521,7 @@ class PaddedBatches:
             ValueError: A rank's batch cannot be packed; on every rank.
         """
         batches_of_ranks = self.dispatcher.groups.all_gather_checked(
-            lambda: [self._sequences(batch).of_rank for batch in read_batches()],
+            lambda: [self._sequences(batch).summary for batch in read_batches()],
             contents="lengths of sequences of later batches",
         )
         batches = list(zip(*batches_of_ranks, strict=True))
@@ -537,11 +543,11 @@ class PaddedBatches:
         groups = self.dispatcher.groups
         batch_of_rank: list[tuple[PaddedBatch, Sequences]] = []
 
-        def lengths_and_hashes() -> OfRank:
+        def lengths_and_hashes() -> SequenceSummary:
             batch = read_batch()
             sequences = self._sequences(batch)
             batch_of_rank.append((batch, sequences))
-            return sequences.of_rank
+            return sequences.summary
 
         sequences_of_ranks = groups.all_gather_checked(
             lengths_and_hashes, contents="lengths of sequences"
@@ -550,7 +556,7 @@ class PaddedBatches:
         ((batch, sequences),) = batch_of_rank
         # 2. Send the columns of the padded batch to the ranks that compute their rows.
         travel = RowTravel(planned, sequences, batch.mask.shape, groups, batch.mask.device)
-        rows_NC = travel.forth(
+        rows_NC = travel.to_held(
             torch.stack([column_BL.flatten() for column_BL in batch.columns.values()], 1)
         )
         # 3. Divide the rows that have arrived among the micro-batches, and bind their plans.
@@ -584,7 +590,7 @@ class PaddedBatches:
     def _sequences(self, batch: PaddedBatch) -> Sequences:
         return read_sequences(batch, self.dispatcher.limits, share_prefixes=self._share_prefixes)
 
-    def _planned(self, sequences_of_ranks: tuple[OfRank, ...]) -> Future[PlannedSequences]:
+    def _planned(self, sequences_of_ranks: tuple[SequenceSummary, ...]) -> Future[PlannedSequences]:
         """Return the plans for sequences, which a thread makes if they are new."""
         # New costs make all plans old ones.
         if self._settings is not self.dispatcher.settings:

@@ -116,7 +116,7 @@ class ProcessCounts:
 
     @property
     def differ(self) -> bool:
-        """Whether someone counts other processes.
+        """Whether the launcher, torch and accelerate count different numbers of processes.
 
         Processes may also be started without a launcher's variables: `launched` is then 1.
         """

@@ -2,7 +2,7 @@
 and rollouts.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -222,20 +222,77 @@ def train_in_bf16(folder: str) -> tuple[float, float]:
     """
     case = Case("dpo", arguments={"bf16": True})
     exact = train(folder, case, planned=False, exact=True)["learned"]
-
-    def distance(planned: bool) -> float:
-        learned = train(folder, case, planned=planned)["learned"]
-        assert learned.keys() == exact.keys()
-        return float(
-            np.sqrt(sum(float((learned[name] - exact[name]).square().sum()) for name in exact))
-        )
-
-    return distance(True), distance(False)
+    planned, stock = (
+        distance(train(folder, case, planned=planned)["learned"], exact)
+        for planned in (True, False)
+    )
+    return planned, stock
 
 
 def test_bfloat16_is_at_most_twice_as_far_from_float32_as_without_hf_distca(rank_pools, tmp_path):
     for planned_errors, stock_errors in rank_pools[2].run(train_in_bf16, str(tmp_path)):
         assert 0 < planned_errors < 2 * stock_errors
+
+
+# Shared beginnings in two nano-batches
+
+IN_TURNS: dict[str, Case] = {
+    "checkpoints on the host, accumulated": Case(
+        "dpo",
+        arguments={"gradient_checkpointing": True, "gradient_accumulation_steps": 2},
+        planned={"offload_activations": True},
+    ),
+    "LoRA, checkpoints on the host, fsdp2": Case(
+        "dpo",
+        "fsdp2",
+        {"gradient_checkpointing": True},
+        lora,
+        planned={"offload_activations": True},
+    ),
+    "bf16, accumulated, fsdp2": Case(
+        "dpo", "fsdp2", {"bf16": True, "gradient_accumulation_steps": 2}
+    ),
+}
+"""Trainings whose micro-batches have two nano-batches."""
+
+
+def train_shared_and_alone(folder: str, case: Case) -> dict[str, dict[str, Any]]:
+    """Train with shared beginnings, without, and in float32 without; of a model of three layers."""
+    of_case = replace(
+        case, model={"num_hidden_layers": 3}, arguments={**case.arguments, "max_steps": 2}
+    )
+    alone = replace(of_case, planned={**of_case.planned, "share_prefixes": False})
+    return {
+        "shared": train(f"{folder}/shared", of_case, planned=True),
+        "alone": train(f"{folder}/alone", alone, planned=True),
+        "exact": train(f"{folder}/exact", alone, planned=True, exact=True),
+    }
+
+
+@pytest.mark.parametrize("name", IN_TURNS)
+def test_beginnings_are_shared_in_two_nano_batches(rank_pools, tmp_path, name):
+    case = IN_TURNS[name]
+    for trained in rank_pools[2].run(train_shared_and_alone, str(tmp_path), case):
+        steps = [step for step in trained["shared"]["figures"] if "distca/shared_rows" in step]
+        assert len(steps) == 2
+        assert all(step["distca/shared_rows"] > 0 for step in steps)
+        assert all(step["distca/ping_pong_share"] == 1 for step in steps)
+        assert shared_rows(trained["alone"]) == 0
+        if not case.arguments.get("bf16"):
+            compare(trained["shared"], trained["alone"], WITHIN)
+            continue
+        learned = trained["exact"]["learned"]
+        assert distance(trained["shared"]["learned"], learned) < 2 * distance(
+            trained["alone"]["learned"], learned
+        )
+
+
+def distance(learned: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
+    """Norm of the difference of all weights."""
+    assert learned.keys() == expected.keys()
+    return float(
+        np.sqrt(sum(float((learned[name] - expected[name]).square().sum()) for name in expected))
+    )
 
 
 # Stock Trainer: its own collator, loss and metrics

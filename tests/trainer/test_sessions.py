@@ -18,10 +18,13 @@ from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 import hf_distca
 from hf_distca.collator import collation
 from hf_distca.collator.collation import TARGET_ROWS
+from hf_distca.dispatch import offload
+from hf_distca.dispatch.offload import Copies
 from hf_distca.models.checkpointing import CHECKPOINTING
 from hf_distca.patches import targets
 from hf_distca.trainer import loaders
 from hf_distca.trainer.sharing import why_alone_in
+from tests.late_streams import LateStreams
 from tests.models_and_batches import exchanging, small_model
 from tests.trainer.chats import tokenizer
 from tests.trainer.comparison import QUIET, launched, whole
@@ -47,7 +50,8 @@ class Step(NamedTuple):
     gradients: dict[str, Tensor]
     documents: list[int]  # in the data set
     shared_rows: int
-    nano_batches: int  # the most in a micro-batch
+    nano_batches: list[int]  # of each micro-batch
+    layers_in_turns: float  # share of the layers
 
 
 class Gradients(TrainerCallback):
@@ -56,6 +60,7 @@ class Gradients(TrainerCallback):
     def __init__(self) -> None:
         self.gradients: list[dict[str, Tensor]] = []
         self.losses: list[float] = []
+        self.layers_in_turns: list[float] = []
 
     def on_pre_optimizer_step(self, *_: Any, model: Any = None, **__: Any) -> None:
         """Take the gradients of all trained weights."""
@@ -68,13 +73,15 @@ class Gradients(TrainerCallback):
         )
 
     def on_log(self, *_: Any, logs: Any = None, **__: Any) -> None:
-        """Take the loss."""
+        """Take the loss, and the share of layers that ran in turns."""
         if "loss" in logs:
             self.losses.append(logs["loss"])
+            self.layers_in_turns.append(logs["distca/ping_pong_share"])
 
 
 def model_of(implementation: str, lora: bool) -> Any:
-    model = small_model(implementation=implementation)
+    # The checkpoints of all layers but the last two can go to the host.
+    model = small_model(implementation=implementation, num_hidden_layers=3)
     if not lora:
         return model
     torch.manual_seed(0)
@@ -99,7 +106,9 @@ def trained(
         given["processing_class"] = tokenizer()
     read: list[collation.PlannedDocuments] = []
     noted = Gradients()
+    streams = LateStreams()
     with launched(strategy, {}) as patch:
+        patch.setattr(offload, "Copies", lambda device, _: Copies(device, streams))
         plan = collation.RankDocuments.__getitem__
         patch.setattr(
             collation.RankDocuments,
@@ -109,16 +118,19 @@ def trained(
         trainer = classes[0](args=classes[1](**settings), callbacks=[noted], **given)
         trainer.train()
         trainer.close()
+    offloads = settings.get("offload_activations", False)
+    assert (streams.moved["host"] > 0) is offloads
     count = trainer.args.gradient_accumulation_steps
     steps = []
-    for number, (loss, gradients) in enumerate(zip(noted.losses, noted.gradients, strict=True)):
+    logged = zip(noted.losses, noted.gradients, noted.layers_in_turns, strict=True)
+    for number, (loss, gradients, layers_in_turns) in enumerate(logged):
         documents_of_step = read[number * count : (number + 1) * count]
         documents = np.concatenate(
             [batch.excerpts["document"] for batch in documents_of_step]
         ).tolist()
         shared_rows = sum(batch.plan.shared_rows for batch in documents_of_step)
-        nano_batches = max(len(batch.plan.nano_batches) for batch in documents_of_step)
-        steps.append(Step(loss, gradients, documents, shared_rows, nano_batches))
+        nano_batches = [len(batch.plan.nano_batches) for batch in documents_of_step]
+        steps.append(Step(loss, gradients, documents, shared_rows, nano_batches, layers_in_turns))
     return steps
 
 
@@ -148,9 +160,9 @@ def error(gradients: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> fl
     )
 
 
-def assert_equals_alone(step: Step) -> None:
+def assert_equals_alone(step: Step, lora: bool = False) -> None:
     """Check that a step shared rows, and equals each of its documents alone."""
-    loss, gradients = alone(step.documents)
+    loss, gradients = alone(step.documents, lora)
     assert step.shared_rows > 0
     assert step.loss == pytest.approx(loss, rel=1e-5)
     assert error(step.gradients, gradients) < 2e-4
@@ -174,31 +186,73 @@ def test_steps_equal_each_document_alone(rank_pools, tmp_path, ranks, sft, argum
     assert all([step.documents for step in result] == documents_of_steps for result in results)
 
 
-@pytest.mark.parametrize("sft", [False, True], ids=["documents", "sft"])
-def test_nano_batches_take_turns(rank_pools, tmp_path, sft):
+IN_TURNS: dict[str, Any] = {
+    "tokens_per_rank": 900,
+    "train_sampling_strategy": "sequential",
+    "max_steps": 1,
+}
+"""Arguments of a step whose documents share rows in two nano-batches, on two ranks."""
+
+
+class Training(NamedTuple):
+    """What is set in a training."""
+
+    arguments: dict[str, Any]
+    sft: bool = False
+    lora: bool = False
+    strategy: str = "ddp"
+
+
+ACCUMULATED = {"gradient_accumulation_steps": 2}
+OFFLOADED = {CHECKPOINTING: True, "offload_activations": True}
+EXACT = {
+    "documents": Training({}),
+    "sft": Training({}, sft=True),
+    "documents, checkpoints, accumulated": Training({CHECKPOINTING: True, **ACCUMULATED}),
+    "sft, LoRA, checkpoints on the host": Training(OFFLOADED, sft=True, lora=True),
+    "documents, LoRA, checkpoints on the host, fsdp2": Training(
+        {**OFFLOADED, **ACCUMULATED}, lora=True, strategy="fsdp2"
+    ),
+    "sft, fsdp2": Training({}, sft=True, strategy="fsdp2"),
+}
+ROUNDED = {
+    "documents, accumulated": Training(ACCUMULATED),
+    "sft, LoRA, checkpoints on the host, fsdp2": Training(
+        {**OFFLOADED, **ACCUMULATED}, sft=True, lora=True, strategy="fsdp2"
+    ),
+}
+"""Trainings in bfloat16."""
+
+
+def assert_shared_in_turns(step: Step) -> None:
+    """Check that rows are shared, and that two nano-batches took turns in each micro-batch."""
+    assert step.shared_rows > 0
+    assert set(step.nano_batches) == {2}
+    assert step.layers_in_turns == 1
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_nano_batches_take_turns(rank_pools, tmp_path, name):
     """There are more targets than rows, and layers divide their arguments by rows."""
-    arguments = {
-        "tokens_per_rank": 900,
-        "train_sampling_strategy": "sequential",
-        "max_steps": 1,
-    }
-    (step,) = rank_pools[3].run(trained, str(tmp_path), arguments, sft)[0]
-    assert step.nano_batches == 2
-    assert_equals_alone(step)
+    training = EXACT[name]
+    arguments = {**IN_TURNS, **training.arguments}
+    (step,) = rank_pools[2].run(trained, str(tmp_path), arguments, *training[1:])[0]
+    assert_shared_in_turns(step)
+    assert_equals_alone(step, training.lora)
 
 
-def test_lora_checkpoints_and_shards_in_bfloat16(rank_pools, tmp_path, subtests):
+@pytest.mark.parametrize("name", ROUNDED)
+def test_nano_batches_take_turns_in_bfloat16(rank_pools, tmp_path, name):
     """Rows are shared as exactly as bfloat16 computes them anyway."""
-    arguments = {"tokens_per_rank": 1200, CHECKPOINTING: True, "bf16": True, "max_steps": 1}
+    training = ROUNDED[name]
     errors = {}
     for shares in (True, False):
-        settings = {**arguments, "share_prefixes": shares, "train_sampling_strategy": "sequential"}
-        results = rank_pools[2].run(trained, str(tmp_path), settings, True, True, "fsdp2")
-        (step,) = results[0]
-        loss, gradients = alone(step.documents, lora=True)
-        with subtests.test(share_prefixes=shares):
-            assert (step.shared_rows > 0) is shares
-            assert step.loss == pytest.approx(loss, rel=1e-3)
+        settings = {**IN_TURNS, **training.arguments, "bf16": True, "share_prefixes": shares}
+        (step,) = rank_pools[2].run(trained, str(tmp_path), settings, *training[1:])[0]
+        if shares:
+            assert_shared_in_turns(step)
+        loss, gradients = alone(step.documents, training.lora)
+        assert step.loss == pytest.approx(loss, rel=1e-3)
         errors[shares] = error(step.gradients, gradients)
     assert errors[True] < 2 * errors[False]
 

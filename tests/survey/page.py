@@ -11,9 +11,20 @@ from pathlib import Path
 import transformers
 
 from tests.ranks import RankPool
-from tests.survey.outcomes import ACCEPTED, STRETCHED, WAYS, Outcome, Status, model_types, outcome
+from tests.survey.outcomes import (
+    ACCEPTED,
+    ACCEPTED_OF_SHARED,
+    STRETCHED,
+    WAYS,
+    Outcome,
+    Status,
+    model_types,
+    outcome,
+)
 
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "compatibility.md"
+KINDS = ("padded", "documents")
+"""Sequences that may begin alike."""
 ERROR = re.compile(r"\d\.\de-\d\d")
 TOP = """\
 # Model compatibility
@@ -36,6 +47,9 @@ on their rank ([hybrid models](../explanation/hybrid-models.md) says which, and 
 refused before the first step, by an error on every rank. {unbuilt} cannot be built as a tiny causal
 language model from a config of their type.
 
+These models train again on sequences that [begin alike](../guides/preferences.md#shared-prefixes).
+{padded} models compute equal beginnings once in padded batches, and {documents} in documents.
+
 `make survey` runs the test, and `python -m tests.survey.page` writes this page.
 """
 SECTIONS: dict[Status, tuple[str, str]] = {
@@ -44,8 +58,17 @@ SECTIONS: dict[Status, tuple[str, str]] = {
         (
             "The numbers are the largest error of the loss or of a gradient, relative to the "
             "largest value of its tensor,\nin float32. The test accepts at most {most:.0e}. "
-            "`layout` is the `document_layout` that `auto` chooses.\n\n| model | layout | trainer "
-            "| loop | longrope | dynamic |\n| --- | --- | --- | --- | --- | --- |"
+            "`layout` is the `document_layout` that `auto` chooses.\n\n"
+            "The last two columns say what becomes of equal beginnings in padded batches and in "
+            "documents:\n\n"
+            "- *shared*: equal beginnings are computed once. Loss and gradients are those of each "
+            "sequence alone,\n  within {most_shared:.0e}.\n"
+            "- *alone*: each sequence is computed by itself, because sharing would change results. "
+            "The log gives the reason.\n"
+            "- *refused*: padded batches are refused, because the head does not read the "
+            "backbone's output.\n\n"
+            "| model | layout | trainer | loop | longrope | dynamic | padded | documents |\n"
+            "| --- | --- | --- | --- | --- | --- | --- | --- |"
         ),
     ),
     "refused": ("Refused", "| model | reason |\n| --- | --- |"),
@@ -62,11 +85,16 @@ def page(outcomes: Sequence[Outcome]) -> str:
         "refused": counts["refused"],
         "unbuilt": counts["not built"],
         "whole": whole,
+        **{
+            name: sum(outcome.sharing.get(name) == "shared" for outcome in outcomes)
+            for name in KINDS
+        },
     }
     parts = [TOP.format(version=transformers.__version__, **counted)]
     for status, (title, head) in SECTIONS.items():
         rows = "\n".join(_row(outcome) for outcome in outcomes if outcome.status == status)
-        parts.append(f"## {title}\n\n{head.format(most=ACCEPTED)}\n{rows}\n")
+        limits = {"most": ACCEPTED, "most_shared": ACCEPTED_OF_SHARED}
+        parts.append(f"## {title}\n\n{head.format(**limits)}\n{rows}\n")
     return "\n".join(parts)
 
 
@@ -79,7 +107,8 @@ def _row(outcome: Outcome) -> str:
     if outcome.status == "equal":
         named = (outcome.errors.get(name) for name in (*WAYS, *STRETCHED))
         errors = " | ".join("–" if error is None else f"{error:.1e}" for error in named)
-        return f"| `{outcome.model_type}` | {outcome.layout} | {errors} |"
+        sharing = " | ".join(outcome.sharing[name] for name in KINDS)
+        return f"| `{outcome.model_type}` | {outcome.layout} | {errors} | {sharing} |"
     return f"| `{outcome.model_type}` | {outcome.told.replace('|', '/').replace('<', '&lt;')} |"
 
 

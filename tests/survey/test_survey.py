@@ -7,7 +7,7 @@ import pytest
 import transformers
 
 from tests.survey.outcomes import Outcome, model_types, outcome
-from tests.survey.page import PAGE, page, without_errors
+from tests.survey.page import KINDS, PAGE, page, without_errors
 
 MECHANISMS = {
     "grouped queries": ("llama", "joint"),
@@ -56,6 +56,13 @@ MIXING = {
 """Mechanisms with which every document is computed alone."""
 
 
+def sharing_on_page(model_type: str) -> dict[str, str]:
+    """What becomes of equal beginnings, as the page says."""
+    rows = [line.strip("| ").split(" | ") for line in PAGE.read_text().splitlines()]
+    (cells,) = [row for row in rows if row[0] == f"`{model_type}`"]
+    return dict(zip(KINDS, cells[-2:], strict=True))
+
+
 @pytest.mark.parametrize("mechanism", MECHANISMS)
 def test_mechanism(rank_pools, mechanism):
     model_type, expected = MECHANISMS[mechanism]
@@ -65,6 +72,7 @@ def test_mechanism(rank_pools, mechanism):
     if result.status == "equal":
         expected_sharing = "alone" if mechanism in MIXING else "shared"
         assert result.sharing["documents"] == expected_sharing
+        assert sharing_on_page(model_type) == result.sharing
 
 
 @pytest.fixture(scope="module")

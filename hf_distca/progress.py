@@ -1,6 +1,8 @@
 """Progress of long work, for whoever waits at a terminal."""
 
+import os
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import TypeVar
 
 from tqdm import tqdm
@@ -14,3 +16,14 @@ def terminal_bar(items: Sequence[Item], description: str) -> Iterator[Item]:
     Without a bar if stderr is no terminal.
     """
     yield from tqdm(items, description, disable=None, leave=False)
+
+
+@contextmanager
+def terminal_status(text: str) -> Iterator[None]:
+    """Show a line on stderr while a block runs, which goes at the end.
+
+    Nothing is shown if stderr is no terminal, nor on other ranks than 0.
+    """
+    hidden = None if os.environ.get("RANK", "0") == "0" else True
+    with tqdm(bar_format=f"{text} ...", disable=hidden, leave=False):
+        yield

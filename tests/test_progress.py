@@ -1,11 +1,11 @@
-"""Bars of long work, which are for terminals alone."""
+"""Bars and lines of long work, which are for terminals alone."""
 
 import sys
 from io import StringIO
 
 import pytest
 
-from hf_distca.progress import terminal_bar
+from hf_distca.progress import terminal_bar, terminal_status
 
 
 class Terminal(StringIO):
@@ -21,3 +21,19 @@ def test_a_bar_is_shown_on_a_terminal_and_nothing_elsewhere(monkeypatch, stream,
     assert list(terminal_bar([1, 2], "Counting")) == [1, 2]
     assert ("Counting" in stream.getvalue()) == shown
     assert bool(stream.getvalue()) == shown
+
+
+@pytest.mark.parametrize(
+    ("stream", "rank", "shown"),
+    [(StringIO, "0", False), (Terminal, "0", True), (Terminal, "1", False)],
+    ids=["file", "terminal", "terminal of another rank"],
+)
+def test_a_line_is_shown_on_a_terminal_while_a_block_runs(monkeypatch, stream, rank, shown):
+    stderr = stream()
+    monkeypatch.setattr(sys, "stderr", stderr)
+    monkeypatch.setenv("RANK", rank)
+    with terminal_status("Reading"):
+        assert ("Reading ..." in stderr.getvalue()) == shown
+        assert bool(stderr.getvalue()) == shown
+    line = stderr.getvalue().split("\r")[-2:]  # blanks, and the cursor at their beginning
+    assert "".join(line).strip() == ""

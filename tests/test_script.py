@@ -9,7 +9,7 @@ import signal
 import pytest
 
 import hf_distca
-from hf_distca.kernels.varlen import MissingPackageError
+from hf_distca.kernel_names import MissingPackageError
 from hf_distca.refusal import PackageError, Refusal, RefusedError
 from hf_distca.units import read_tokens
 

@@ -8,7 +8,6 @@ import socket
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
-from datetime import timedelta
 from importlib.metadata import PackageMetadata, distributions
 from ipaddress import ip_address
 from pathlib import Path
@@ -20,13 +19,15 @@ from accelerate.utils import str_to_bool
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from hf_distca.dispatch.groups import Groups, ranks_per_node
+from hf_distca.cli.ranks import connect, device_of_rank
+from hf_distca.dispatch.groups import ranks_per_node
 from hf_distca.dispatch.peers import PeerExchanges
 from hf_distca.interpreter import FORK_HANGS, fork_can_hang
 from hf_distca.kernels import choose_kernel
 from hf_distca.models import fla
 from hf_distca.plan.nodes import node_sizes, nodes_of
 from hf_distca.predict.links import link_rates
+from hf_distca.progress import terminal_status
 
 CONNECT = (
     "connect the ranks first: see GLOO_SOCKET_IFNAME above, the launch, and for NCCL "
@@ -167,28 +168,6 @@ def _requirement_finding(need: Requirement, extra: str, version: str | None) -> 
         return Finding(need.name, version)
     text = f"{version or 'not installed'}, needs {need.specifier}"
     return Finding(need.name, text, f"pip install '{need.name}{need.specifier}'", needed=True)
-
-
-def device_of_rank() -> torch.device:
-    """Return the device of this process: the GPU of its local rank, else the CPU."""
-    if not torch.cuda.is_available():
-        return torch.device("cpu")
-    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
-
-
-def connect(device: torch.device, timeout: float) -> Groups | None:
-    """Connect the launched ranks.
-
-    Return None in a process without a local rank, or launched alone.
-    """
-    if os.environ.get("WORLD_SIZE", "1") == "1" or "LOCAL_RANK" not in os.environ:
-        return None
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    dist.init_process_group(
-        "nccl" if device.type == "cuda" else "gloo", timeout=timedelta(seconds=timeout)
-    )
-    return Groups(device, timeout)
 
 
 def device_findings(device: torch.device, processes: int) -> list[Finding]:
@@ -382,15 +361,17 @@ def check_all(*, timeout: float, as_json: bool) -> int:
 
     # 2. What connected ranks find together. Ranks that cannot connect print their own findings.
     try:
-        groups = connect(device, timeout)
-        ranks_of_nodes = ranks_per_node(None, timeout)
+        with terminal_status("Connecting ranks"):
+            groups = connect(device, timeout)
+            ranks_of_nodes = ranks_per_node(None, timeout)
     except (RuntimeError, ValueError) as error:
         findings.append(Finding("connection", str(error), CONNECT, needed=True))
         groups = None
     if groups is None:
         return report([findings], {}, as_json=as_json)
     findings_of_ranks = groups.all_gather(findings)
-    rates = link_rates(PeerExchanges(groups, device))
+    with terminal_status("Measuring links"):
+        rates = link_rates(PeerExchanges(groups, device))
     sizes = node_sizes(len(findings_of_ranks), ranks_of_nodes)
     dist.destroy_process_group()
     nodes = "one"

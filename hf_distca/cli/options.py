@@ -37,6 +37,9 @@ HEADS = {
 }
 """Options of a layer's heads, with the numbers of Llama-3-8B."""
 GB = 1e9
+IMPORTING = "Importing torch and transformers"
+READING_MODEL = "Reading the model"
+"""What a terminal shows meanwhile."""
 
 
 def number(

@@ -13,7 +13,9 @@ from hf_distca.cli import InputError
 from hf_distca.cli.names import MODEL_SOURCES, check_model
 from hf_distca.cli.options import (
     HEADS,
+    IMPORTING,
     RANKS_PER_NODE,
+    READING_MODEL,
     add_planning_options,
     add_settings,
     check_writable,
@@ -39,6 +41,7 @@ from hf_distca.planner.layout import check_capacity
 from hf_distca.planner.micro_batch import plan_micro_batch, plan_placed
 from hf_distca.planner.settings import PlanSettings
 from hf_distca.predict.profile import DeviceProfile
+from hf_distca.progress import terminal_status
 from hf_distca.sim.lengths import histogram
 from hf_distca.sim.report import plan_report
 
@@ -148,7 +151,8 @@ def run(options: argparse.Namespace) -> None:
         _check_fit(lengths, config, options)
         model, settings = _model_and_settings(config, options)
         began = time.perf_counter()
-        plan = _plan(lengths, settings)
+        with terminal_status("Planning"):
+            plan = _plan(lengths, settings)
         plan_ms = (time.perf_counter() - began) * 1e3
     except ValueError as error:
         raise InputError(str(error)) from error
@@ -292,16 +296,19 @@ def _model_and_settings(
             config, options.ranks, config.planned_layout, kinds=kinds, **kernel_options
         )
     else:
-        from hf_distca.cli.model import fake_model
-        from hf_distca.models.kinds import layers_by_kind
-        from hf_distca.models.settings import document_layout
+        with terminal_status(IMPORTING):
+            from hf_distca.cli.model import fake_model
+            from hf_distca.models.kinds import layers_by_kind
+            from hf_distca.models.settings import document_layout
 
-        model = fake_model(options.model)
+        with terminal_status(READING_MODEL):
+            model = fake_model(options.model)
         kinds = tuple(layers_by_kind(model))
         layout = document_layout(model, config)
         settings = plan_settings_of(config, options.ranks, layout, kinds=kinds, **kernel_options)
 
-    from hf_distca.kernels import KERNELS
+    with terminal_status("Importing torch"):
+        from hf_distca.kernels import KERNELS
 
     kernel = KERNELS[config.attention_kernel]
     return model, replace(
@@ -326,9 +333,10 @@ def _figures(
 
     For a report, figures of each rank too.
     """
-    import torch
+    with terminal_status(IMPORTING):
+        import torch
 
-    from hf_distca.memory.micro_batch import Use, busiest_rank, count_core_attention
+        from hf_distca.memory.micro_batch import Use, busiest_rank, count_core_attention
 
     kind, nodes = settings.dominant_kind, settings.node_of_ranks
     plans = [nano.plans[kind] for nano in plan.nano_batches]

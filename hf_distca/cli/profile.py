@@ -4,15 +4,23 @@ import argparse
 import os
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from hf_distca.cli import InputError
+from hf_distca.cli.names import check_kernel
 from hf_distca.cli.options import HEADS, add_settings, check_writable, positive
 from hf_distca.plan import AttentionKind
 from hf_distca.plan.cost import pairs
 from hf_distca.predict.profile import DeviceProfile
 from hf_distca.predict.seconds import DIAGONAL_ROWS, LinkCost, Tasks
+from hf_distca.progress import terminal_status
+
+if TYPE_CHECKING:
+    import torch
+
+    from hf_distca.kernels import Kernel
 
 TIMEOUT_S = 60.0
 SHOWN_TOKENS = 16384
@@ -54,32 +62,25 @@ def run(options: argparse.Namespace) -> None:
     """Measure and write; raise InputError if kernel, heads or file cannot be used."""
     if os.environ.get("RANK", "0") == "0":  # rank 0 writes the file
         check_writable(options.output)
+    check_kernel(options.attention_kernel)
 
-    import torch
-    import torch.distributed as dist
+    with terminal_status("Importing torch"):
+        import torch
+        import torch.distributed as dist
 
-    from hf_distca.cli.findings import connect, device_of_rank
-    from hf_distca.dispatch.groups import ranks_per_node
-    from hf_distca.dispatch.peers import PeerExchanges
-    from hf_distca.kernels import AttentionParams, Need, get_kernel
-    from hf_distca.predict.device import measured_profile
-    from hf_distca.predict.links import with_links
+        from hf_distca.cli.ranks import connect, device_of_rank
+        from hf_distca.dispatch.groups import ranks_per_node
+        from hf_distca.dispatch.peers import PeerExchanges
+        from hf_distca.predict.device import measured_profile
+        from hf_distca.predict.links import with_links
 
     device = device_of_rank()
-    groups = connect(device, TIMEOUT_S)
     dtype: torch.dtype = getattr(
         torch, options.dtype or ("bfloat16" if device.type == "cuda" else "float32")
     )
-    try:
-        kind = AttentionKind(
-            None, options.q_heads, options.kv_heads, options.head_dim, options.head_dim
-        )
-        need = Need(
-            dtype, options.head_dim, options.head_dim, AttentionParams(scale=options.head_dim**-0.5)
-        )
-        kernel = get_kernel(options.attention_kernel, device, [need])
-    except (ValueError, ImportError) as error:
-        raise InputError(str(error)) from error
+    kernel, kind = _kernel_and_kind(options, device, dtype)
+    with terminal_status("Connecting ranks"):
+        groups = connect(device, TIMEOUT_S)
     try:
         profile = measured_profile(
             kernel, kind, options.hidden, dtype, device, progress=groups is None or groups.rank == 0
@@ -94,9 +95,10 @@ def run(options: argparse.Namespace) -> None:
     links = "links not measured, but taken as those of an H100"
     if groups is not None:
         links = f"links between {len(groups.members)} ranks"
-        profile = with_links(
-            profile, PeerExchanges(groups, device), ranks_per_node(None, TIMEOUT_S)
-        )
+        with terminal_status("Measuring links"):
+            profile = with_links(
+                profile, PeerExchanges(groups, device), ranks_per_node(None, TIMEOUT_S)
+            )
         dist.destroy_process_group()
     if groups is None or groups.rank == 0:
         profile = replace(profile, source=f"{profile.source}; {links}.")
@@ -107,6 +109,21 @@ def run(options: argparse.Namespace) -> None:
                 f"cannot write {options.output}: {error.strerror}; name another file"
             ) from error
         print(_table(profile), flush=True)
+
+
+def _kernel_and_kind(
+    options: argparse.Namespace, device: "torch.device", dtype: "torch.dtype"
+) -> tuple["Kernel", AttentionKind]:
+    """Return the kernel to measure and the heads that it is given; InputError if it cannot run."""
+    from hf_distca.kernels import AttentionParams, Need, get_kernel
+
+    head_dim = options.head_dim
+    try:
+        kind = AttentionKind(None, options.q_heads, options.kv_heads, head_dim, head_dim)
+        need = Need(dtype, head_dim, head_dim, AttentionParams(scale=head_dim**-0.5))
+        return get_kernel(options.attention_kernel, device, [need]), kind
+    except (ValueError, ImportError) as error:
+        raise InputError(str(error)) from error
 
 
 def _table(profile: DeviceProfile) -> str:

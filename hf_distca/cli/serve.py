@@ -7,10 +7,13 @@ import sys
 from typing import TYPE_CHECKING
 
 from hf_distca.cli import InputError
+from hf_distca.cli.names import check_kernel
 from hf_distca.cli.options import port, seconds, threads
 from hf_distca.kernel_names import KERNEL_NAMES
 from hf_distca.pool.child import end_with_parent
+from hf_distca.pool.nixl import installed_package
 from hf_distca.pool.token import parse_address, parse_token, read_token
+from hf_distca.progress import terminal_status
 
 if TYPE_CHECKING:
     import torch
@@ -100,10 +103,17 @@ def run(options: argparse.Namespace) -> None:
         format="%(levelname)s %(message)s", level=logging.WARNING, stream=sys.stderr
     )
     token = _read_token(options.token_file)
+    check_kernel(options.attention_kernel)
+    if options.transport == "nixl":
+        try:
+            installed_package()
+        except ImportError as error:
+            raise InputError(f"--transport nixl cannot be used: {error}") from error
 
-    import torch
+    with terminal_status("Importing torch"):
+        import torch
 
-    from hf_distca.pool.wire import LinkLost, MismatchError
+        from hf_distca.pool.wire import LinkLost, MismatchError
 
     device = _device(options.device)
     if options.threads is not None:

@@ -11,7 +11,9 @@ from hf_distca.cli import InputError
 from hf_distca.cli.names import MODEL_SOURCES, check_model
 from hf_distca.cli.options import (
     GB,
+    IMPORTING,
     RANKS_PER_NODE,
+    READING_MODEL,
     add_planning_options,
     batches,
     check_writable,
@@ -35,6 +37,7 @@ from hf_distca.planner.settings import Choices, PlanSettings
 from hf_distca.predict.profile import DeviceProfile
 from hf_distca.predict.setup import Setup
 from hf_distca.predict.shapes import MODELS, ModelShape
+from hf_distca.progress import terminal_status
 from hf_distca.sim.padded import (
     PaddedFigures,
     PlannedBatches,
@@ -150,11 +153,13 @@ def run(options: argparse.Namespace) -> None:
         value_size = {"bytes_per_value": setup.profile.bytes_per_value}
         settings = plan_settings_of(config, setup.ranks, layout, kinds=kinds, **value_size)
 
-        from hf_distca.cli.model import read_config
-        from hf_distca.memory.simulated import gpu_memory
+        with terminal_status(IMPORTING):
+            from hf_distca.cli.model import read_config
+            from hf_distca.memory.simulated import gpu_memory
 
         # 3. The simulation.
-        memory = gpu_memory(setup, read_config(options.model), settings, config)
+        with terminal_status(READING_MODEL):
+            memory = gpu_memory(setup, read_config(options.model), settings, config)
         padded = [] if options.padded is None else _padded(options, setup, settings)
         result = simulate(
             drawn, setup, settings, count=options.batches, servers=options.servers, memory=memory
@@ -223,12 +228,14 @@ def _padded(
 
 def _shape_and_layout(name: str, config: DistCAConfig) -> tuple[ModelShape, str]:
     """Return the shape of a user's model, and the layout of its documents."""
-    from hf_distca.cli.model import fake_model
-    from hf_distca.models.settings import document_layout
-    from hf_distca.models.shape import model_shape
+    with terminal_status(IMPORTING):
+        from hf_distca.cli.model import fake_model
+        from hf_distca.models.settings import document_layout
+        from hf_distca.models.shape import model_shape
 
-    model = fake_model(name)
-    return model_shape(model), document_layout(model, config)
+    with terminal_status(READING_MODEL):
+        model = fake_model(name)
+        return model_shape(model), document_layout(model, config)
 
 
 def _check_heads(model: ModelShape, tensor_parallel: int) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 from hf_distca.cli import InputError
 from hf_distca.cli.options import check_writable, write
+from hf_distca.progress import terminal_status
 from hf_distca.timeline.steps import RankStep, read_traces, steps_of, svg_of
 
 DESCRIPTION = """\
@@ -63,7 +64,8 @@ def _read(names: Sequence[str]) -> dict[str, Any]:
             )
         paths += files
     try:
-        return read_traces(paths)
+        with terminal_status("Reading traces"):
+            return read_traces(paths)
     except ValueError as error:
         raise InputError(str(error)) from error
     except OSError as error:

@@ -11,7 +11,7 @@ kernel takes.
 """
 
 from collections.abc import Mapping, Sequence
-from importlib import import_module, metadata
+from importlib import import_module
 from itertools import accumulate
 from types import ModuleType
 from typing import Any, ClassVar
@@ -20,16 +20,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from hf_distca.kernel_names import KernelPackage, MissingPackageError
 from hf_distca.refusal import PackageError, RefusedError
 
 from .contract import ALIGNMENT, AttentionParams, Need, TaskShapes, check_tensors
 from .split import OF_LONGEST, OF_LONGEST_Q, task_ranges
 
 MAX_HEAD_DIM = 256
-
-
-class MissingPackageError(PackageError):
-    """A kernel's package is not installed; other import errors are of installed packages."""
 
 
 class FlashVarlenKernel:
@@ -51,11 +48,7 @@ class FlashVarlenKernel:
     has_softcap = True
     # Thread blocks of a kernel whose number depends on the longest task.
     forward_grid, backward_grid = OF_LONGEST_Q, OF_LONGEST
-    # The name for pip. A module of the name alone proves nothing: flash-attn brings a folder of
-    # FlashAttention-4 along, which cannot be imported without packages that it does not ask for.
-    distribution = ""
-    module = ""
-    install = ""
+    package: KernelPackage  # of kernels that do not come with torch
     functions: tuple[
         str, ...
     ]  # for forward and backward; then names that show a version to be new enough
@@ -86,23 +79,11 @@ class FlashVarlenKernel:
         lacking = [name for name in self.functions if not hasattr(module, name)]
         if lacking:
             raise PackageError(
-                f"kernel {self.name!r}: the {self.distribution} package has no "
-                f"{' and '.join(lacking)}; install {self.newer}: {self.install}"
+                f"kernel {self.name!r}: the {self.package.distribution} package has no "
+                f"{' and '.join(lacking)}; install {self.newer}: {self.package.install}"
             )
         self._forward, self._backward = (getattr(module, name) for name in self.functions[:2])
         self._options = options
-
-    @classmethod
-    def missing(cls) -> str:
-        """Return the error's text if pip does not know the package, else nothing.
-
-        Import nothing.
-        """
-        try:
-            metadata.distribution(cls.distribution)
-        except metadata.PackageNotFoundError:
-            return f"kernel {cls.name!r} needs the {cls.distribution} package: {cls.install}"
-        return ""
 
     @classmethod
     def load(cls) -> ModuleType:
@@ -110,24 +91,25 @@ class FlashVarlenKernel:
 
         Raise MissingPackageError if the package is not installed, else PackageError.
         """
+        package = cls.package
         try:
-            return import_module(cls.module)
+            return import_module(package.module)
         # Built for another torch or CUDA, a package fails with an OSError or an AttributeError as
         # well.
         except Exception as error:
             why = f"{type(error).__name__}: {error}"
             lacking = error.name if isinstance(error, ModuleNotFoundError) else None
-            if missing := cls.missing():
-                absent = f"{cls.module}.".startswith(f"{lacking}.")
+            if missing := package.missing():
+                absent = f"{package.module}.".startswith(f"{lacking}.")
                 raise MissingPackageError(missing if absent else f"{missing} ({why})") from error
-            build = f"install a build for this torch and CUDA: {cls.install}"
+            build = f"install a build for this torch and CUDA: {package.install}"
             module = (
                 f"install what has {lacking}; PYTHONPATH ignores .pth files: add the folder that "
                 "one names"
             )
             raise PackageError(
-                f"kernel {cls.name!r}: the {cls.distribution} package is installed, but cannot be "
-                f"imported: {why}; {build if lacking is None else module}"
+                f"kernel {cls.name!r}: the {package.distribution} package is installed, but cannot "
+                f"be imported: {why}; {build if lacking is None else module}"
             ) from error
 
     def _padded(self, head_dim_qk: int, head_dim_v: int, device: torch.device) -> tuple[int, int]:

@@ -9,9 +9,11 @@ import torch
 from torch import Tensor
 from torch.nn.attention import current_flash_attention_impl
 
+from hf_distca.kernel_names import KERNEL_PACKAGES, MissingPackageError
+
 from .contract import Need
 from .split import ALL_EVEN
-from .varlen import FlashVarlenKernel, MissingPackageError
+from .varlen import FlashVarlenKernel
 
 HUB_BUILD = "kernels-community/flash-attn3"
 HUB_VERSION = 1
@@ -22,12 +24,7 @@ class FlashAttnKernel(FlashVarlenKernel):
     """FlashAttention-2 of the flash-attn package, 2.7 or later."""
 
     name = "flash_attn"
-    distribution = "flash-attn"
-    module = "flash_attn.flash_attn_interface"
-    install = (
-        "pip install 'hf-distca[flash-attn]' (it needs CUDA); kernel 'torch_varlen' comes with "
-        "torch"
-    )
+    package = KERNEL_PACKAGES[name]
     # The last came with the window as two numbers.
     functions = (
         "_flash_attn_varlen_forward",
@@ -53,12 +50,7 @@ class FlashAttn3Kernel(FlashVarlenKernel):
     majors = (9,)
     gpus = "9.0 (Hopper)"
     forward_grid = ALL_EVEN
-    distribution = "flash-attn-3"
-    module = "flash_attn_interface"
-    install = (
-        "pip install flash-attn-3 --find-links https://download.pytorch.org/whl/flash-attn-3/ (or "
-        "build it from the hopper folder of Dao-AILab/flash-attention)"
-    )
+    package = KERNEL_PACKAGES[name]
     functions = ("fwd", "bwd")
     names = (*FlashVarlenKernel.names[:5], "is_causal")
     forward_options: ClassVar = {"num_splits": 1}  # splits are for queries of few rows
@@ -98,9 +90,7 @@ class FlashAttn4Kernel(FlashVarlenKernel):
     majors = (9, 10)
     gpus = "9.0 (Hopper) or 10.x (Blackwell)"
     forward_grid = backward_grid = ALL_EVEN
-    distribution = "flash-attn-4"
-    module = "flash_attn.cute.interface"
-    install = "pip install --pre flash-attn-4 (on CUDA 13: 'flash-attn-4[cu13]')"
+    package = KERNEL_PACKAGES[name]
     functions = ("_flash_attn_fwd", "_flash_attn_bwd")
     no_window = None
     no_softcap = None

@@ -62,6 +62,16 @@ def is_installed() -> bool:
     return any(find_spec(name) for name in _MODULES)
 
 
+def installed_package() -> str:
+    """Return the name of NIXL's package; raise PackageError if this Python has none."""
+    package = next(filter(find_spec, _MODULES), None)
+    if package is None:
+        raise PackageError(
+            "NIXL is not installed; install nixl-cu12 or nixl-cu13, for the CUDA version of PyTorch"
+        )
+    return package
+
+
 def has_rdma() -> bool:
     """Return whether this host has RDMA devices."""
     return _RDMA_DEVICES.is_dir() and any(_RDMA_DEVICES.iterdir())
@@ -83,12 +93,7 @@ class NixlAgent:
     """
 
     def __init__(self, address: str) -> None:
-        package = next(filter(find_spec, _MODULES), None)
-        if package is None:
-            raise PackageError(
-                "NIXL is not installed; install nixl-cu12 or nixl-cu13, for the CUDA version of "
-                "PyTorch"
-            )
+        package = installed_package()
         api = import_module(f"{package}._api")
         bindings = import_module(f"{package}._bindings")
         if "NIXL_LOG_LEVEL" not in os.environ:  # NIXL's own; else it prints a line for every agent

@@ -11,6 +11,9 @@ import pytest
 
 import hf_distca
 from hf_distca.cli.main import TOOLS
+from hf_distca.kernel_names import KERNEL_PACKAGES
+from hf_distca.pool.nixl import is_installed
+from hf_distca.pool.token import make_token, write_token
 
 CODE = """
 import contextlib, io, json, sys
@@ -31,6 +34,9 @@ HEAVY = ("torch", "transformers", "datasets")
 LIGHT = ["", "--help", "--version"]
 """Commands that need no library at all."""
 STEP = "--ranks 2 --tokens-per-rank 64"
+SERVE = "serve --join a:1 --token-file {files}/token"
+MISSING_KERNELS = [kernel for kernel, package in KERNEL_PACKAGES.items() if package.missing()]
+"""Kernels whose packages this machine lacks."""
 WRONG = [
     *(
         "simulate",
@@ -56,6 +62,14 @@ WRONG = [
         f"{tool} --lengths prolong {STEP} --exchange-buffer-bytes 64KiB"
         for tool in ("plan", "simulate")
     ),
+    *(
+        f"{tool} --lengths prolong {STEP} --model {{files}}/{model_type}"
+        for tool in ("plan", "simulate")
+        for model_type in ("t5", "vit", "abacus")
+    ),
+    *(f"profile --output costs.json --attention-kernel {kernel}" for kernel in MISSING_KERNELS),
+    *(f"{SERVE} --attention-kernel {kernel}" for kernel in MISSING_KERNELS),
+    *([] if is_installed() else [f"{SERVE} --transport nixl"]),
     f"plan --lengths prolong {STEP} --model llama-8b --window 8",
     f"plan --lengths prolong {STEP} --device-memory 80",
     f"simulate --lengths prolong {STEP} --profile nowhere.json",
@@ -63,16 +77,27 @@ WRONG = [
     f"simulate --lengths prolong {STEP} --tensor-parallel 3",
     "simulate --lengths prolong --ranks 2 --tokens-per-rank 1",
 ]
-"""Each has one argument that is wrong or missing."""
+"""Each has one argument that is wrong or missing. The configs and the token are files of the
+test."""
 
 
-def test_help_and_wrong_arguments_are_answered_without_torch(run, subtests):
+@pytest.fixture
+def files(tmp_path):
+    """A folder with configs of models that no plan can train, and the token of a run."""
+    for model_type in ("t5", "vit", "abacus"):
+        (tmp_path / model_type).mkdir()
+        (tmp_path / model_type / "config.json").write_text(json.dumps({"model_type": model_type}))
+    write_token(tmp_path / "token", make_token())
+    return tmp_path
+
+
+def test_help_and_wrong_arguments_are_answered_without_torch(run, files, subtests):
     """Counted in imports, as time tells how busy the machine is: torch and transformers take
     seconds.
     """
     commands = [[command, *HEAVY, "numpy"] for command in LIGHT]
     commands += [[f"{tool} --help", *HEAVY] for tool in TOOLS]
-    commands += [[command, *HEAVY] for command in WRONG]
+    commands += [[command.format(files=files), *HEAVY] for command in WRONG]
     offline = {**os.environ, "HF_HUB_OFFLINE": "1"}  # names on the Hub are not looked up
     options = {
         "input": json.dumps(commands),

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from hf_distca.kernel_names import MissingPackageError
 from hf_distca.kernels import (
     AttentionParams,
     Need,
@@ -19,7 +20,6 @@ from hf_distca.kernels import (
     split,
     varlen,
 )
-from hf_distca.kernels.varlen import MissingPackageError
 from hf_distca.kernels.versions import PACKAGES
 from tests.kernels.cases import CASES, Case, assert_matches_reference, make_inputs
 from tests.kernels.stand_ins import SIGNATURES, StandIn
@@ -35,8 +35,8 @@ class Machine:
     def __init__(self, patched: pytest.MonkeyPatch) -> None:
         self.patched, self.found = patched, {name: StandIn(name) for name in SIGNATURES}
         self.have_gpu(9)
-        for name, package in PACKAGES.items():
-            patched.setitem(sys.modules, package.module, self.found[name].module)
+        for name, kernel in PACKAGES.items():
+            patched.setitem(sys.modules, kernel.package.module, self.found[name].module)
         patched.setitem(sys.modules, "kernels", None)  # the hub
         patched.setattr(torch.ops, "flash_attn_3", self.found["flash_attn_3"].module)
         for name, function in vars(self.found["torch_varlen"].module).items():
@@ -47,7 +47,7 @@ class Machine:
 
     def have_packages(self, names: str) -> None:
         for name in PACKAGES.keys() - set(names.split()):
-            self.patched.setitem(sys.modules, PACKAGES[name].module, None)
+            self.patched.setitem(sys.modules, PACKAGES[name].package.module, None)
 
     def given(self, name: str, argument: str) -> tuple:
         """What the last forward and backward were given."""

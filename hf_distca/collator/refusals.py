@@ -232,7 +232,7 @@ class Source:
         "file",
     )
     NOT_LOADED = Refusal(
-        "{path!r} is no file here and cannot be loaded by `datasets` ({why})",
+        "{path!r} is {place} and cannot be loaded by `datasets` ({why})",
         "documents are read from it",
         "check the name, and the path; a private data set needs `hf auth login`",
     )

@@ -1,7 +1,9 @@
 """Load documents from files, folders and the Hub: one loader for examples, commands and scripts."""
 
+import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from itertools import groupby
 from operator import attrgetter
 from pathlib import Path
@@ -31,6 +33,19 @@ class SourcePart(NamedTuple):
     path: str
 
 
+@contextmanager
+def _quiet_parsers() -> Iterator[None]:
+    """Let parsers of `datasets` log nothing: what is wrong with a file is raised as well."""
+    parsers = logging.getLogger(datasets.packaged_modules.__name__)
+    level = parsers.level
+    parsers.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        parsers.setLevel(level)
+
+
+@_quiet_parsers()
 def load_documents(
     sources: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
     *,
@@ -171,7 +186,19 @@ def _load_named(kind: str, name: str, split: str) -> datasets.Dataset:
     try:
         return datasets.load_dataset(name, split=split)
     except Exception as error:  # from the Hub, the network, a file system or a parser
-        raise Source.NOT_LOADED.error(path=name, why=_reason(error)) from error
+        folder = Path(name)
+        if isinstance(error, datasets.exceptions.DatasetGenerationError):
+            _check_tables(folder)
+        place = "a folder" if folder.is_dir() else "no file here"
+        raise Source.NOT_LOADED.error(path=name, place=place, why=_reason(error)) from error
+
+
+def _check_tables(folder: Path) -> None:
+    """Raise ValueError for the first table in a folder that cannot be read alone."""
+    for file in sorted(folder.rglob("*")):
+        kind = TABLES.get(file.suffix)
+        if kind is not None and (reason := _unreadable(kind, str(file))):
+            raise Source.UNREADABLE.error(path=file, kind=kind, why=reason)
 
 
 def _reason(error: BaseException) -> str:

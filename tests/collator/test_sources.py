@@ -1,8 +1,10 @@
 import json
+import logging
 from pathlib import Path
 
 import pytest
 from datasets import Dataset, DatasetDict
+from datasets.utils.logging import get_verbosity
 
 from hf_distca import load_documents
 
@@ -122,6 +124,44 @@ def test_an_unreadable_file_is_named_among_others(tmp_path, name, content, messa
         sources.insert(0, file(tmp_path, str(good), '{"text": "x"}\n'))
     with pytest.raises(ValueError, match=message):
         load_documents(sources)
+
+
+TRUNCATED = {
+    "bad.jsonl": b'{"text": "x"}\n{"text": \n',
+    "bad.csv": b'text,more\nx,y,z\n"',
+    "bad.parquet": b"no table",
+}
+
+
+@pytest.fixture
+def logged(caplog):
+    """Records of `datasets`, which does not hand them on to the root logger."""
+    logger = logging.getLogger("datasets")
+    logger.addHandler(caplog.handler)
+    yield caplog.records
+    logger.removeHandler(caplog.handler)
+
+
+@pytest.mark.parametrize("name", TRUNCATED)
+def test_parsers_log_nothing_beside_the_error(tmp_path, logged, name):
+    with pytest.raises(ValueError, match="cannot be read as"):
+        load_documents(file(tmp_path, name, TRUNCATED[name]))
+    assert logged == []
+    logger = logging.getLogger("datasets.packaged_modules.json.json")
+    assert logger.getEffectiveLevel() == get_verbosity()
+
+
+def test_an_unreadable_table_of_a_folder_is_named(tmp_path):
+    file(tmp_path, "a.jsonl", '{"text": "x"}\n')
+    file(tmp_path, "bad.jsonl", TRUNCATED["bad.jsonl"])
+    with pytest.raises(ValueError, match=r"/bad\.jsonl cannot be read as json: "):
+        load_documents(str(tmp_path / "data"))
+
+
+def test_a_folder_without_the_split_is_a_folder(tmp_path):
+    file(tmp_path, "good.csv", "text\nx\n")
+    with pytest.raises(ValueError, match="is a folder and cannot be loaded by `datasets`"):
+        load_documents(str(tmp_path / "data"), split="validation")
 
 
 @pytest.mark.parametrize(

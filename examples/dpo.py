@@ -76,7 +76,7 @@ def main() -> None:
     if unknown:
         parser.error(f"unrecognized arguments: {' '.join(unknown)}; --help lists all")
     training_args.serve_if_server()
-    adapters = lora_adapters() if script_args.use_peft else None
+    adapters = lora_adapters(parser) if script_args.use_peft else None
 
     with training_args.main_process_first(desc="loading"):
         pairs = load_pairs(
@@ -113,17 +113,12 @@ def print_summary(log_history: list[dict[str, float]], folder: str | None) -> No
     print(f"The model: {folder}")
 
 
-def lora_adapters() -> "LoraConfig":
-    """Adapters of rank 16 on all linear layers.
-
-    Ends the process with one line where peft is missing.
-    """
+def lora_adapters(parser: HfArgumentParser) -> "LoraConfig":
+    """Adapters of rank 16 on all linear layers; the option is refused where peft is missing."""
     try:
         from peft import LoraConfig
     except ModuleNotFoundError as error:
-        raise SystemExit(
-            f"--use_peft needs peft, which cannot be imported ({error}): pip install peft"
-        ) from error
+        parser.error(f"--use_peft needs peft, which cannot be imported ({error}): pip install peft")
     return LoraConfig(task_type="CAUSAL_LM", r=16, lora_alpha=32, target_modules="all-linear")
 
 

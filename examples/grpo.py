@@ -92,7 +92,7 @@ def main() -> None:
     warnings.simplefilter(
         "ignore", SyntaxWarning
     )  # of odd escapes and comparisons in what the reward parses
-    adapters = lora_adapters() if script_args.use_peft else None
+    adapters = lora_adapters(parser) if script_args.use_peft else None
 
     with training_args.main_process_first(desc="loading"):
         prompts = load_prompts(
@@ -159,17 +159,12 @@ def text_of(content: Any) -> str:
     return str(content if isinstance(content, str) else content[-1]["content"])
 
 
-def lora_adapters() -> "LoraConfig":
-    """Adapters of rank 16 on all linear layers.
-
-    Ends the process with one line where peft is missing.
-    """
+def lora_adapters(parser: HfArgumentParser) -> "LoraConfig":
+    """Adapters of rank 16 on all linear layers; the option is refused where peft is missing."""
     try:
         from peft import LoraConfig
     except ModuleNotFoundError as error:
-        raise SystemExit(
-            f"--use_peft needs peft, which cannot be imported ({error}): pip install peft"
-        ) from error
+        parser.error(f"--use_peft needs peft, which cannot be imported ({error}): pip install peft")
     return LoraConfig(task_type="CAUSAL_LM", r=16, lora_alpha=32, target_modules="all-linear")
 
 

@@ -157,7 +157,8 @@ class DistCAConfig:
         "agent's session repeat. Documents that share rows come together in a micro-batch. Where "
         "sharing would change results, each sequence is computed alone, and the reason is logged "
         "once. The reasons are dropout, hybrid models, and rotary embeddings that depend on a "
-        "document's length.",
+        "document's length. Packed documents of streams, evaluations and predictions are always "
+        "computed alone.",
     )
     ranks_per_node: str = setting(
         AUTO,

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest.mock import MagicMock
@@ -27,7 +28,7 @@ from hf_distca.trainer.sharing import why_alone_in
 from tests.late_streams import LateStreams
 from tests.models_and_batches import exchanging, small_model
 from tests.trainer.chats import tokenizer
-from tests.trainer.comparison import QUIET, launched, whole
+from tests.trainer.comparison import HYBRID, QUIET, STRATEGIES, Run, launched, whole
 from tests.trainer.sessions import IGNORED, sessions
 from tests.trainer.small_trainers import make_trainer, parameters_hash
 
@@ -52,6 +53,40 @@ class Step(NamedTuple):
     shared_rows: int
     nano_batches: list[int]  # of each micro-batch
     layers_in_turns: float  # share of the layers
+
+
+@dataclass(frozen=True)
+class Training:
+    """What is set in a training."""
+
+    arguments: Mapping[str, Any]
+    sft: bool = False
+    lora: bool = False
+    strategy: str = "ddp"
+    model: Mapping[str, Any] = field(default_factory=dict)  # of its config
+    compiles: bool = False  # MLPs
+
+    def with_arguments(self, **arguments: Any) -> "Training":
+        return replace(self, arguments={**arguments, **self.arguments})
+
+    def make_model(self, implementation: str) -> Any:
+        # The checkpoints of all layers but the last two can go to the host.
+        layers = {} if self.model else {"num_hidden_layers": 3}
+        model = small_model(implementation=implementation, **layers, **self.model)
+        if not self.lora:
+            return model
+        torch.manual_seed(0)
+        return peft.get_peft_model(model, peft.LoraConfig(**LORA))
+
+    def planned_model(self, folder: str) -> Any:
+        """Return this rank's model: a part of it under tensor parallelism."""
+        divided = STRATEGIES[self.strategy].divided
+        run = Run(model=self.make_model)
+        torch._dynamo.reset()
+        model: Any = run.make_model("distca", divided, f"{folder}/model")
+        for layer in model.model.layers if self.compiles else ():
+            layer.mlp.compile(backend="eager")
+        return model
 
 
 class Gradients(TrainerCallback):
@@ -79,35 +114,21 @@ class Gradients(TrainerCallback):
             self.layers_in_turns.append(logs["distca/ping_pong_share"])
 
 
-def model_of(implementation: str, lora: bool) -> Any:
-    # The checkpoints of all layers but the last two can go to the host.
-    model = small_model(implementation=implementation, num_hidden_layers=3)
-    if not lora:
-        return model
-    torch.manual_seed(0)
-    return peft.get_peft_model(model, peft.LoraConfig(**LORA))
-
-
-def trained(
-    folder: str,
-    arguments: Mapping[str, Any],
-    sft: bool = False,
-    lora: bool = False,
-    strategy: str = "ddp",
-) -> list[Step]:
+def trained(folder: str, training: Training) -> list[Step]:
     """The steps of a rank's training."""
     unset_hf_deepspeed_config()
-    model = model_of("distca", lora)
-    settings = {**COMMON, **exchanging(model), "output_dir": folder, **arguments}
+    model = training.planned_model(folder)
+    settings = {**COMMON, **exchanging(model), "output_dir": folder}
+    settings |= training.arguments
     classes: Any = (hf_distca.DistCATrainer, hf_distca.DistCATrainingArguments)
     given: dict[str, Any] = {"model": model, "train_dataset": sessions()}
-    if sft:
+    if training.sft:
         classes = (hf_distca.DistCASFTTrainer, hf_distca.DistCASFTConfig)
         given["processing_class"] = tokenizer()
     read: list[collation.PlannedDocuments] = []
     noted = Gradients()
     streams = LateStreams()
-    with launched(strategy, {}) as patch:
+    with launched(training.strategy, {}) as patch:
         patch.setattr(offload, "Copies", lambda device, _: Copies(device, streams))
         plan = collation.RankDocuments.__getitem__
         patch.setattr(
@@ -134,9 +155,9 @@ def trained(
     return steps
 
 
-def alone(documents: Sequence[int], lora: bool = False) -> tuple[float, dict[str, Tensor]]:
+def alone(documents: Sequence[int], training: Training) -> tuple[float, dict[str, Tensor]]:
     """Loss and gradients of documents, each of which stock attention computes alone."""
-    model = model_of("sdpa", lora)
+    model = training.make_model("sdpa")
     examples = [sessions()[document] for document in documents]
     labels = [torch.tensor(example["labels"])[1:] for example in examples]
     count = sum(int((of_document != IGNORED).sum()) for of_document in labels)
@@ -160,28 +181,28 @@ def error(gradients: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> fl
     )
 
 
-def assert_equals_alone(step: Step, lora: bool = False) -> None:
-    """Check that a step shared rows, and equals each of its documents alone."""
-    loss, gradients = alone(step.documents, lora)
-    assert step.shared_rows > 0
+def assert_equals_alone(step: Step, training: Training) -> None:
+    """Check that a step equals each of its documents alone."""
+    loss, gradients = alone(step.documents, training)
     assert step.loss == pytest.approx(loss, rel=1e-5)
     assert error(step.gradients, gradients) < 2e-4
 
 
 @pytest.mark.parametrize(
-    ("ranks", "sft", "arguments"),
+    ("ranks", "training"),
     [
-        (1, False, {"tokens_per_rank": 2400}),
-        (2, False, {"tokens_per_rank": 700, "gradient_accumulation_steps": 2}),
-        (2, True, {"tokens_per_rank": 1200, CHECKPOINTING: True}),
-        (3, False, {"tokens_per_rank": 500, CHECKPOINTING: False}),
+        (1, Training({"tokens_per_rank": 2400})),
+        (2, Training({"tokens_per_rank": 700, "gradient_accumulation_steps": 2})),
+        (2, Training({"tokens_per_rank": 1200, CHECKPOINTING: True}, sft=True)),
+        (3, Training({"tokens_per_rank": 500, CHECKPOINTING: False})),
     ],
     ids=["one rank", "accumulated", "sft", "three ranks"],
 )
-def test_steps_equal_each_document_alone(rank_pools, tmp_path, ranks, sft, arguments):
-    results = rank_pools[ranks].run(trained, str(tmp_path), arguments, sft)
+def test_steps_equal_each_document_alone(rank_pools, tmp_path, ranks, training):
+    results = rank_pools[ranks].run(trained, str(tmp_path), training)
     for step in results[0]:
-        assert_equals_alone(step)
+        assert step.shared_rows > 0
+        assert_equals_alone(step, training)
     documents_of_steps = [step.documents for step in results[0]]
     assert all([step.documents for step in result] == documents_of_steps for result in results)
 
@@ -192,15 +213,6 @@ IN_TURNS: dict[str, Any] = {
     "max_steps": 1,
 }
 """Arguments of a step whose documents share rows in two nano-batches, on two ranks."""
-
-
-class Training(NamedTuple):
-    """What is set in a training."""
-
-    arguments: dict[str, Any]
-    sft: bool = False
-    lora: bool = False
-    strategy: str = "ddp"
 
 
 ACCUMULATED = {"gradient_accumulation_steps": 2}
@@ -214,6 +226,8 @@ EXACT = {
         {**OFFLOADED, **ACCUMULATED}, lora=True, strategy="fsdp2"
     ),
     "sft, fsdp2": Training({}, sft=True, strategy="fsdp2"),
+    "documents, tensor parallelism": Training(ACCUMULATED, strategy="tp and fsdp"),
+    "documents, compiled MLPs": Training({}, compiles=True),
 }
 ROUNDED = {
     "documents, accumulated": Training(ACCUMULATED),
@@ -234,24 +248,38 @@ def assert_shared_in_turns(step: Step) -> None:
 @pytest.mark.parametrize("name", EXACT)
 def test_nano_batches_take_turns(rank_pools, tmp_path, name):
     """There are more targets than rows, and layers divide their arguments by rows."""
-    training = EXACT[name]
-    arguments = {**IN_TURNS, **training.arguments}
-    (step,) = rank_pools[2].run(trained, str(tmp_path), arguments, *training[1:])[0]
+    training = EXACT[name].with_arguments(**IN_TURNS)
+    pool = rank_pools[STRATEGIES[training.strategy].ranks]
+    (step,) = pool.run(trained, str(tmp_path), training)[0]
     assert_shared_in_turns(step)
-    assert_equals_alone(step, training.lora)
+    assert_equals_alone(step, training)
+
+
+def test_a_hybrid_computes_each_document_alone(rank_pools, tmp_path):
+    training = Training(IN_TURNS, model=HYBRID)
+    (step,), (unshared,) = (
+        rank_pools[2].run(trained, str(tmp_path), training.with_arguments(share_prefixes=shares))[0]
+        for shares in (True, False)
+    )
+    assert step.shared_rows == 0
+    assert step.loss == unshared.loss
+    assert all(
+        torch.equal(step.gradients[name], unshared.gradients[name]) for name in step.gradients
+    )
+    loss, _ = alone(step.documents, training)
+    assert step.loss == pytest.approx(loss, rel=1e-5)
 
 
 @pytest.mark.parametrize("name", ROUNDED)
 def test_nano_batches_take_turns_in_bfloat16(rank_pools, tmp_path, name):
     """Rows are shared as exactly as bfloat16 computes them anyway."""
-    training = ROUNDED[name]
     errors = {}
     for shares in (True, False):
-        settings = {**IN_TURNS, **training.arguments, "bf16": True, "share_prefixes": shares}
-        (step,) = rank_pools[2].run(trained, str(tmp_path), settings, *training[1:])[0]
+        training = ROUNDED[name].with_arguments(**IN_TURNS, bf16=True, share_prefixes=shares)
+        (step,) = rank_pools[2].run(trained, str(tmp_path), training)[0]
         if shares:
             assert_shared_in_turns(step)
-        loss, gradients = alone(step.documents, training.lora)
+        loss, gradients = alone(step.documents, training)
         assert step.loss == pytest.approx(loss, rel=1e-3)
         errors[shares] = error(step.gradients, gradients)
     assert errors[True] < 2 * errors[False]
@@ -371,7 +399,7 @@ def test_an_evaluation_computes_each_document_alone(tmp_path):
     (logged_loss,) = [
         entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry
     ]
-    loss, _ = alone(range(len(data)))
+    loss, _ = alone(range(len(data)), Training({}, model={"num_hidden_layers": 2}))
     assert logged_loss == pytest.approx(loss, rel=1e-5)
     (logged,) = [entry for entry in trainer.state.log_history if "distca/shared_rows" in entry]
     assert logged["distca/shared_rows"] > 0

@@ -39,6 +39,7 @@ from hf_distca.memory.stand_ins import (
     FlashMemory,
     grouped_products,
     unequal_chunks,
+    unequal_results,
     without_writes,
 )
 from hf_distca.models.checkpointing import (
@@ -49,6 +50,7 @@ from hf_distca.models.checkpointing import (
 from hf_distca.models.decoder import base_model, decoder_layers, text_decoder
 from hf_distca.models.fake import fake_tensors
 from hf_distca.models.mixing import halo_widths
+from hf_distca.patches import chunked_mlp
 from hf_distca.patches import loss as loss_module
 from hf_distca.plan import PLAN_KEY, AttentionKind, MicroBatchPlan
 from hf_distca.plan.metrics import bytes_moved
@@ -145,11 +147,14 @@ def count_peaks(
     # 3. What would launch a kernel, or read a number, is replaced while the step runs.
     first: Any = next(model.parameters())
     mode: FakeTensorMode = first.fake_mode
-    experts = patch.object(moe, "_grouped_mm", grouped_products)
-    chunks = patch.object(loss_module, "chunk_starts", unequal_chunks)
-    guards = without_launches(), with_liger(model, use.liger), without_writes(), experts, chunks
+    replaced = (
+        patch.object(moe, "_grouped_mm", grouped_products),
+        patch.object(loss_module, "chunk_starts", unequal_chunks),
+        patch.object(chunked_mlp, "results_of_chunks", unequal_results),
+    )
+    guards = without_launches(), with_liger(model, use.liger), without_writes()
     with ExitStack() as counting:
-        for context in (*guards, mode, live):
+        for context in (*guards, *replaced, mode, live):
             counting.enter_context(context)
         # 4. Gradients of an earlier micro-batch.
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]

@@ -5,8 +5,8 @@ head dim of queries and keys, E head dim of values, R rows of a token for each o
 experts, I inputs, O outputs.
 """
 
-from collections.abc import Hashable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -14,6 +14,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
+from hf_distca.dispatch import exchange, executor
 from hf_distca.dispatch.checkpoints import KeptResults
 from hf_distca.dispatch.exchange import Exchange, ExchangeBuffer, Route
 from hf_distca.dispatch.waits import Waits
@@ -55,12 +56,11 @@ class FlashMemory(TorchVarlenKernel):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return empty gradients."""
         dq_QHD, dk_KGD, dv_KGE = map(torch.empty_like, (q_QHD, k_KGD, v_KGE))
-        buffers = [torch.empty_like(q_QHD, dtype=torch.float32), torch.empty_like(lse_QH)]
+        buffers = 4 * (q_QHD.numel() + lse_QH.numel())
         if q_QHD.shape[1] != k_KGD.shape[1]:
-            buffers += [
-                x.new_empty((x.shape[0], q_QHD.shape[1], x.shape[2])) for x in (k_KGD, v_KGE)
-            ]
-        del buffers
+            per_head = q_QHD.shape[1] // k_KGD.shape[1]
+            buffers += per_head * (k_KGD.nbytes + v_KGE.nbytes)
+        q_QHD.new_empty(buffers, dtype=torch.uint8)
         return dq_QHD, dk_KGD, dv_KGE
 
 
@@ -144,11 +144,17 @@ class _GroupedProducts(torch.autograd.Function):
 
 @contextmanager
 def without_writes() -> Iterator[None]:
-    """Make operators do nothing that only write to tensors: they take time and no memory."""
-    with ExitStack() as changes:
-        for operator in ("sum_rows", "merge_into"):
-            changes.enter_context(patch.object(torch.ops.hf_distca, operator, lambda *_: None))
+    """Make functions do nothing that only write to tensors: they take time and no memory."""
+    with (
+        patch.object(torch.ops.hf_distca, "sum_rows", _write_nothing),
+        patch.object(executor, "merge_rows", _write_nothing),
+        patch.object(exchange, "copy_rows", _write_nothing),
+    ):
         yield
+
+
+def _write_nothing(*_: Any) -> None:
+    pass
 
 
 def unequal_chunks(count: int, rows: int) -> Sequence[int]:
@@ -159,6 +165,38 @@ def unequal_chunks(count: int, rows: int) -> Sequence[int]:
     """
     starts = range(0, count, rows)
     return [*starts[:2], *starts[2:][-1:]]
+
+
+def unequal_results(chunks: Sequence[Tensor], compute: Callable[[int], Tensor]) -> list[Tensor]:
+    """Stand in for `hf_distca.patches.chunked_mlp.results_of_chunks`.
+
+    Chunks that take the memory of others have empty results.
+
+    Results of chunks add up in the forward, which ends with the last two chunks, the last of which
+    may be shorter. The backward begins with these. Gradients of chunks add up in it, and it ends
+    with the first two: the first frees gradients of weights that all others hold.
+    """
+    between = range(2, len(chunks) - 2)
+    if not between:
+        return [compute(index) for index in range(len(chunks))]
+    results = [compute(0), compute(1)]
+    empty: Any = _EmptyResults.apply
+    results += empty(results[1].detach(), *[chunks[index] for index in between])
+    return results + [compute(index) for index in range(len(chunks))[-2:]]
+
+
+class _EmptyResults(torch.autograd.Function):
+    """Chunks with empty results, which are like a given one, and with empty gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, like: Tensor, *chunks: Tensor) -> tuple[Tensor, ...]:
+        ctx.like = chunks[0].shape, chunks[0].dtype
+        return tuple(torch.empty_like(like) for _ in chunks)
+
+    @staticmethod
+    def backward(ctx: Any, *d_results: Tensor) -> tuple[Tensor | None, ...]:
+        shape, dtype = ctx.like
+        return None, *[d_result.new_empty(shape, dtype=dtype) for d_result in d_results]
 
 
 class _NoGroup:

@@ -13,7 +13,7 @@ recomputation ends before the MLP, and a chunk runs twice, as rows of a whole ML
 
 import logging
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -120,7 +120,13 @@ def _in_chunks(compute: Callable[[Tensor], Tensor], x: Tensor, rows: int, dim: i
     """Compute chunks of rows, each checkpointed if gradients are on."""
     if torch.is_grad_enabled():
         compute = partial(checkpoint, compute, use_reentrant=False)
-    return torch.cat([compute(chunk) for chunk in torch.split(x, rows, dim)], dim)
+    chunks = torch.split(x, rows, dim)
+    return torch.cat(results_of_chunks(chunks, lambda index: compute(chunks[index])), dim)
+
+
+def results_of_chunks(chunks: Sequence[Tensor], compute: Callable[[int], Tensor]) -> list[Tensor]:
+    """Return the results of chunks; `compute` takes the index of a chunk."""
+    return [compute(index) for index in range(len(chunks))]
 
 
 def _saved_before_chunks(compute: Callable[[Tensor], Tensor], x: Tensor, rows: int) -> Tensor:
@@ -137,10 +143,9 @@ def _saved_before_chunks(compute: Callable[[Tensor], Tensor], x: Tensor, rows: i
     # Checkpoints of some versions of torch save an empty tensor, for which a checkpoint around them
     # would wait.
     with saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
-        computed = [
-            checkpoint(compute_chunk, index, use_reentrant=False)
-            for index in range(len(kept.chunks))
-        ]
+        computed = results_of_chunks(
+            kept.chunks, partial(checkpoint, compute_chunk, use_reentrant=False)
+        )
     kept.chunks = ()
     result: Tensor = unpack(kept, torch.cat(computed, -2))
     return result

@@ -21,6 +21,7 @@ from hf_distca.memory.micro_batch import (
     busiest_rank,
     count_core_attention,
     count_micro_batch,
+    count_peaks,
     run_core_attention,
 )
 from hf_distca.memory.model_state import ModelState, model_state
@@ -31,12 +32,14 @@ from hf_distca.memory.stand_ins import (
     RecurrenceMemory,
     grouped_products,
     unequal_chunks,
+    unequal_results,
 )
 from hf_distca.models.fake import fake_tensors, model_after, model_of_config
 from hf_distca.models.kinds import layers_by_kind
 from hf_distca.models.mixing import DELTA_RULE, SCAN
 from hf_distca.models.shape import model_shape
 from hf_distca.patches import mixing_functions
+from hf_distca.patches.chunked_mlp import results_of_chunks
 from hf_distca.patches.layers import plan_layers
 from hf_distca.patches.prepare import prepare_model
 from hf_distca.plan import AttentionKind
@@ -100,6 +103,40 @@ def test_a_few_chunks_of_the_loss_take_what_all_take(monkeypatch, model_type, us
     few, all_chunks = parts(unequal_chunks), parts(lambda count, rows: range(0, count, rows))
     assert few == all_chunks
     assert [list(starts) for starts in kept] == [[0, 125, 1000], list(range(0, 1001, 125))]
+
+
+@pytest.mark.parametrize(
+    ("model_type", "use", "chunk_rows"),
+    [
+        ("llama", FLASH, 65),
+        ("llama", CHECKPOINTING, 341),
+        ("qwen3", CHECKPOINTING, 100),
+        ("qwen3", Use("torch_varlen", torch.bfloat16, {}, accumulates=False), 128),
+        ("gemma2", Use("torch_varlen", checkpointing={"use_reentrant": True}), 200),
+    ],
+)
+def test_a_few_chunks_of_a_layer_take_what_all_take(monkeypatch, model_type, use, chunk_rows):
+    """Of 4 to 16 chunks, the last of which may be shorter, four are counted."""
+    runs = []
+
+    def peaks(chosen):
+        config = tiny_config(model_type)
+        config.intermediate_size = 8 * config.hidden_size
+        model = model_of_config(config, torch.float32)
+        options = DistCAConfig(mlp_chunk_rows=chunk_rows)
+        prepare_model(model, options, ping_pong=False, memory=10**9)
+        mlp = model.model.layers[0].mlp.act_fn
+        runs.append([])
+        mlp.register_forward_hook(lambda _, args, __: runs[-1].append(args[0].shape[-2]))
+        settings = PlanSettings(1, TOKENS, tuple(layers_by_kind(model)))
+        monkeypatch.setattr(micro_batch, "unequal_results", chosen)
+        return count_peaks(model, plan_micro_batch([TOKENS], settings), 0, use)
+
+    few, all_chunks = peaks(unequal_results), peaks(results_of_chunks)
+    assert few == all_chunks
+    chunks = -(-TOKENS // chunk_rows)
+    counted_runs, all_runs = map(len, runs)
+    assert counted_runs * chunks == all_runs * min(chunks, 4)
 
 
 def test_exchange_buffers_of_a_step_count_although_the_backward_makes_some_of_them():

@@ -79,7 +79,9 @@ other layouts place documents themselves.
 With --model the step of the rank that exchanges the most runs on meta tensors, and its memory is
 counted for each strategy (ddp, zero1, zero2, zero3, fsdp2). "Longest rows" are the most tokens of a
 rank that fit: for one document over all ranks, or for one document on each rank where documents
-stay whole. CUDA, NCCL and gaps between tensors take some 2 GB more.
+stay whole. CUDA, NCCL and gaps between tensors take some 2 GB more. MLPs compute all rows at once
+unless --mlp-chunk-rows is a number: set 8192 to count what training does where it does not fit
+otherwise. Kernels of Liger are not counted.
 
 With --offload what checkpoints of layers keep is counted as host memory, for all layers but two.
 The step is predicted by --profile, with copies of 55 GB/s in each direction beside computation.

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from transformers import PreTrainedConfig
@@ -97,6 +98,9 @@ class MemoryCounter:
         None for the rank that exchanges the most.
         """
         state = self._state_of(training)
+        tokens = self._settings.tokens_per_rank
+        if tokens not in self._longest and _has_longest_documents(plan, self._settings):
+            self._longest[tokens] = plan
         rank = busiest_rank(plan, self._settings) if rank is None else rank
         autocasts = training.mixed and training.strategy == "ddp"
         # Under the other strategies a rank holds a share of the gradients, or a buffer for all of
@@ -233,3 +237,13 @@ def longest_documents(settings: PlanSettings) -> list[int]:
     """
     each, ranks = settings.tokens_per_rank, settings.ranks
     return [each] * ranks if settings.document_layout == "whole" else [each * ranks]
+
+
+def _has_longest_documents(plan: MicroBatchPlan, settings: PlanSettings) -> bool:
+    """Return whether a plan by these settings is of `longest_documents`.
+
+    Documents fill all ranks, and there are no more of them.
+    """
+    longest = longest_documents(settings)
+    documents = np.concatenate([nano.documents for nano in plan.nano_batches])
+    return plan.document_tokens == sum(longest) and len(np.unique(documents)) == len(longest)

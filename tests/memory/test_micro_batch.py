@@ -16,6 +16,7 @@ from hf_distca.memory import counter, micro_batch, simulated
 from hf_distca.memory.counter import MemoryCounter, Training
 from hf_distca.memory.live import LiveMemory
 from hf_distca.memory.micro_batch import (
+    Peaks,
     Use,
     bound_plan,
     busiest_rank,
@@ -478,6 +479,36 @@ def test_few_sizes_are_counted_to_find_the_longest_rows(
     counted: Any = None if known is None else SimpleNamespace(total=known)
     memory.longest(1000, None, counted)
     assert list(dict.fromkeys(counted_sizes)) == sizes
+
+
+@pytest.mark.parametrize(
+    ("lengths", "layout", "planned"),
+    [
+        ([2 * TOKENS], "joint", [2 * TOKENS]),
+        ([2 * TOKENS - 1, 1], "joint", [TOKENS, 2 * TOKENS]),
+        ([2 * TOKENS - 1], "joint", [TOKENS, 2 * TOKENS]),
+        (2 * [TOKENS], "whole", [2 * TOKENS]),
+    ],
+)
+def test_a_plan_of_the_longest_documents_is_not_made_again(monkeypatch, lengths, layout, planned):
+    settings = PlanSettings(2, TOKENS, small_kinds(), document_layout=layout)
+    plan = plan_micro_batch(lengths, settings)
+    memory = MemoryCounter(small_model(), settings, DistCAConfig())
+    tokens = []
+
+    def plan_noted(lengths, settings):
+        tokens.append(settings.tokens_per_rank)
+        return plan_micro_batch(lengths, settings)
+
+    parts = {"activations": 1000}
+    monkeypatch.setattr(memory, "_count", lambda *_, **__: Peaks(parts, parts))
+    monkeypatch.setattr(counter, "plan_micro_batch", plan_noted)
+    training = Training("ddp", False)
+    counted_memory = memory.count(plan, training)
+    available = counted_memory.total
+    monkeypatch.setattr(counter, "MOST", 2 * TOKENS)
+    memory.longest(available, training, counted_memory)
+    assert tokens == planned
 
 
 def _buffers(

@@ -443,14 +443,19 @@ class DistCAMixin(PlannedTraining):
     # Saving and resuming
 
     def _init_training_state(
-        self, max_steps: int, num_update_steps_per_epoch: int, *args: Any, **kwargs: Any
+        self,
+        max_steps: int,
+        num_update_steps_per_epoch: int,
+        num_train_epochs: int,
+        *args: Any,
+        **kwargs: Any,
     ) -> tuple[int, int]:
         """Set up the state as Trainer does.
 
         Return the first epoch and its completed micro-batches.
         """
         first_epoch, _ = super()._init_training_state(
-            max_steps, num_update_steps_per_epoch, *args, **kwargs
+            max_steps, num_update_steps_per_epoch, num_train_epochs, *args, **kwargs
         )
         place = self._progress.start
         if self.args.ignore_data_skip:
@@ -458,14 +463,16 @@ class DistCAMixin(PlannedTraining):
         elif place.steps == num_update_steps_per_epoch:  # the checkpoint is of the end of a pass
             place = resuming.DataPlace(place.order, place.epoch + 1)
         self._progress = resuming.DataProgress(place)
-        if self.state.global_step >= max_steps and self.is_world_process_zero():
-            logger.warning(
-                "nothing is left to train: the checkpoint is of step %s, and training ends at step "
-                "%s. Raise max_steps or num_train_epochs, which count from the first step of the "
-                "first run",
-                self.state.global_step,
-                max_steps,
-            )
+        if self.state.global_step >= max_steps:
+            if self.is_world_process_zero():
+                logger.warning(
+                    "nothing is left to train: the checkpoint is of step %s, and training ends at "
+                    "step %s. Raise max_steps or num_train_epochs, which count from the first step "
+                    "of the first run",
+                    self.state.global_step,
+                    max_steps,
+                )
+            return num_train_epochs, 0  # Trainer looks at the number of steps after a step
         return place.epoch, place.steps * self.args.gradient_accumulation_steps
 
     def _save_place(self, folder: Path) -> None:

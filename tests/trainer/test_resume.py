@@ -353,12 +353,17 @@ def test_new_passes(run, whole_run, tmp_path):
 
 
 @pytest.mark.parametrize("ignore_data_skip", [False, True])
-def test_nothing_is_left(run, whole_run, tmp_path, ignore_data_skip):
-    changed = {**PACKED, "num_train_epochs": 2, "resume": f"{whole_run('packed')[1]}/checkpoint-4"}
+@pytest.mark.parametrize(
+    ("ended", "step"),
+    [({"num_train_epochs": 2}, 4), ({"max_steps": 3}, 3), ({"max_steps": 2}, 3)],
+    ids=["end of a pass", "inside a pass", "before the checkpoint"],
+)
+def test_nothing_is_left(run, whole_run, tmp_path, ended, step, ignore_data_skip):
+    changed = {**PACKED, **ended, "resume": f"{whole_run('packed')[1]}/checkpoint-{step}"}
     resumed = run(tmp_path, "packed", **changed, ignore_data_skip=ignore_data_skip)
     assert [rank["micro_batches"] for rank in resumed] == [[], []]
     (warning,) = resumed[0]["warnings"]
-    assert "training ends at step 4" in warning
+    assert f"training ends at step {ended.get('max_steps', step)}" in warning
 
 
 def _error_of_own_folder(folders: list[str]) -> str:

@@ -459,6 +459,13 @@ def prefix_plans() -> Rows:
         yield kind, *rows, *planning, *(f"{counts[name]:.0f}" for name in gathering)
 
 
+@table_of("targets")
+def targets() -> Rows:
+    yield "targets, turns of a session", "median", "most"
+    for kind, shares in result("targets")["counts"].items():
+        yield kind, *(f"{shares[name]:.2f}" for name in ("median", "most"))
+
+
 @table_of("dispatch")
 def dispatch() -> Rows:
     found = result("dispatch")["figures"]

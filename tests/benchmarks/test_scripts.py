@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from hf_distca.collator.sampler import GlobalMicroBatch, fit_documents
 from hf_distca.plan import Branches
 from hf_distca.plan.routes import make_routes
 from hf_distca.planner.micro_batch import plan_micro_batch
@@ -219,3 +220,17 @@ def test_rows_that_branches_gather_and_merge(script):
     assert {length for lengths in groups.lengths for length in lengths} == {256 + 128 + 1}
     first, second = groups.hashes[0][0], groups.hashes[1][0]  # of one prompt
     assert [one == two for one, two in zip(first, second, strict=True)] == [True] * 3 + [False]
+
+
+@pytest.mark.parametrize(
+    ("kind", "targets"), [("answers", 85 + 14), ("turns", 255 + 44), ("all tokens", 255 + 299)]
+)
+def test_targets_of_a_rank(script, kind, targets):
+    """Two turns, of 256 and 44 tokens."""
+    of_script = script("targets")
+    documents = of_script.Documents.of(kind, np.array([[256, 300]]))
+    excerpts = fit_documents(documents.lengths, 300, "error", "the longest")
+    batch = GlobalMicroBatch(excerpts, groups=np.zeros(2, np.int64))
+    assert of_script.targets_of_ranks(documents, batch, PlanSettings(1, 300)) == [targets]
+    two_ranks = of_script.targets_of_ranks(documents, batch, PlanSettings(2, 150))
+    assert sum(two_ranks) == targets

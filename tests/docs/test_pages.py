@@ -447,6 +447,20 @@ def test_memory_in_sentences_is_that_of_the_results():
     assert f"within {max(document['relative_errors'].values()):.1e} of float64" in README
 
 
+KINDS_OF_TARGETS = ("answers, ", "turns, ", "all tokens, ")
+"""Kinds of targets that are counted."""
+
+
+def test_targets_in_sentences_are_those_of_the_results():
+    counts = result("targets")["counts"]
+    most = {
+        kind: max(of["most"] for name, of in counts.items() if kind in name)
+        for kind in KINDS_OF_TARGETS
+    }
+    assert max(most["answers, "], most["turns, "]) <= 1
+    assert f"up to {most['all tokens, ']:.1f} times as many" in words_of("docs/start/chats.md")
+
+
 def test_architectures_in_sentences_are_those_of_the_survey():
     survey = r"(\d+) give the loss and gradients.*? (\d+) are refused.*? (\d+) cannot be built"
     counts = re.search(survey, words_of("docs/reference/compatibility.md")).groups()

@@ -382,7 +382,7 @@ def test_documents_that_may_change_are_not_shared(tmp_path, source):
     assert trainer._loaders.beginnings(data, shares=True) is None
 
 
-def test_an_evaluation_computes_each_document_alone(tmp_path):
+def test_evaluations_predictions_and_streams_compute_each_document_alone(tmp_path, monkeypatch):
     data = sessions()
     given = {"train_dataset": data, "eval_dataset": data}
     trainer = make_trainer(
@@ -391,18 +391,26 @@ def test_an_evaluation_computes_each_document_alone(tmp_path):
         tokens_per_rank=2400,
         max_steps=1,
         save_strategy="no",
-        eval_strategy="steps",
-        eval_steps=1,
         learning_rate=0.0,
+        prediction_loss_only=True,
     )
     trainer.train()
-    (logged_loss,) = [
-        entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry
-    ]
-    loss, _ = alone(range(len(data)), Training({}, model={"num_hidden_layers": 2}))
-    assert logged_loss == pytest.approx(loss, rel=1e-5)
     (logged,) = [entry for entry in trainer.state.log_history if "distca/shared_rows" in entry]
     assert logged["distca/shared_rows"] > 0
+    plan = collation.RankDocuments.__getitem__
+    read: list[collation.PlannedDocuments] = []
+    monkeypatch.setattr(
+        collation.RankDocuments,
+        "__getitem__",
+        lambda documents, batch: (read.append(plan(documents, batch)), read[-1])[1],
+    )
+    loss, _ = alone(range(len(data)), Training({}, model={"num_hidden_layers": 2}))
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(loss, rel=1e-5)
+    assert trainer.predict(data).metrics["test_loss"] == pytest.approx(loss, rel=1e-5)
+    assert len(read) > 1
+    assert all(batch.shared is None for batch in read)
+    assert trainer._loaders.beginnings(data, shares=True) is not None
+    assert trainer._loaders.beginnings(data.to_iterable_dataset(), shares=True) is None
 
 
 def test_gradients_of_repeated_rows_are_added():

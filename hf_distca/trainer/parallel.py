@@ -143,7 +143,8 @@ def data_parallel_mesh(accelerator: Accelerator) -> DeviceMesh | None:
     if mesh is None or config is None or config.total_size == 1:
         return None
     if config.dp_dim_names:
-        return mesh["dp"]
+        # The mesh that accelerate has made: torch warns where mesh["dp"] names a flattened one.
+        return mesh[tuple(config.dp_dim_names)]._flatten("dp")
     # Tensor parallelism takes all ranks: this rank is alone.
     return init_device_mesh(mesh.device_type, (1, mesh.size()), mesh_dim_names=("dp", "tp"))["dp"]
 

@@ -4,6 +4,7 @@ trainings.
 
 import os
 import re
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
@@ -14,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from accelerate import DistributedType, PartialState
+from accelerate.parallelism_config import ParallelismConfig
 from accelerate.state import AcceleratorState
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
@@ -31,6 +33,7 @@ from hf_distca.trainer.memory import checkpointing_of, log_memory, sharing_of, w
 from hf_distca.trainer.parallel import (
     LAUNCHED,
     ProcessCounts,
+    data_parallel_mesh,
     dtype_of_computation,
     is_wrapped,
     join_on_cpu,
@@ -56,6 +59,31 @@ def _step_of_a_bare_model(folder: str) -> bool:
     ):
         trainer.training_step(trainer.model, next(iter(trainer.get_train_dataloader())))
     return any(parameter.grad is not None for parameter in trainer.model.parameters())
+
+
+def _data_parallel_ranks(sizes: dict[str, int]) -> list[int]:
+    config = ParallelismConfig(**sizes)
+    accelerator = SimpleNamespace(
+        torch_device_mesh=config.build_device_mesh("cpu"), parallelism_config=config
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # torch warns of names of flattened dimensions
+        mesh = data_parallel_mesh(accelerator)
+    return dist.get_process_group_ranks(mesh.get_group())
+
+
+@pytest.mark.parametrize(
+    ("sizes", "expected"),
+    [
+        ({"dp_replicate_size": 2, "dp_shard_size": 2}, [[0, 1, 2, 3]] * 4),
+        ({"dp_shard_size": 4}, [[0, 1, 2, 3]] * 4),
+        ({"dp_shard_size": 2, "tp_size": 2}, [[0, 2], [1, 3]] * 2),
+        ({"tp_size": 4}, [[0], [1], [2], [3]]),
+    ],
+    ids=["replicas of shards", "shards", "shards of groups", "one group"],
+)
+def test_ranks_that_train_on_different_data(rank_pools, sizes, expected):
+    assert rank_pools[4].run(_data_parallel_ranks, sizes) == expected
 
 
 def test_ranks_do_not_train_apart(rank_pools, tmp_path):

@@ -49,6 +49,10 @@ def has_two_nano_batches(candidate: Candidate) -> bool:
     return candidate.nano_batches == (2,)
 
 
+def has_coarse_tolerance(candidate: Candidate) -> bool:
+    return candidate.tolerance > min(Choices.tolerances)
+
+
 def joins_some_nodes(candidate: Candidate) -> bool:
     return len(set(candidate.placing.sizes)) > 1
 
@@ -58,6 +62,7 @@ PLAN_KINDS: Mapping[str, Callable[[Candidate], bool]] = {
     "even division": divides_evenly,
     "joint layout": divides_jointly,
     "two nano-batches": has_two_nano_batches,
+    "tolerance 0.1": has_coarse_tolerance,
     "groups of unequal size": joins_some_nodes,
 }
 """By name: whether a candidate is of the kind."""

@@ -79,8 +79,8 @@ class DistCAConfig:
         AUTO,
         "How far the core attention of a rank may exceed the mean, as a fraction of the mean. A "
         "larger value moves fewer bytes; a smaller value balances better and takes longer to "
-        "plan. 0 balances to whole rows. 'auto' is 0.01. Where documents stay on their ranks, "
-        "'auto' may also be 0.1, or leave all rows in place, if that is predicted to be faster.",
+        "plan. 0 balances to whole rows. 'auto' lets the planner choose for every micro-batch by "
+        "the predicted time.",
     )
     balance_block_size: int = setting(
         128,

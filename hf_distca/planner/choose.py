@@ -6,10 +6,10 @@
     │             …, all ranks. Groups exchange nothing with each other. Smaller groups exchange
     │             less, larger groups compute more evenly. So a placing is dropped if smaller
     │             groups compute about as evenly.
-    │  2. list    A candidate is a placing, a division of documents inside groups and a number of
-    │             nano-batches. Its bound is the time that the slowest group computes, with the
-    │             kernel calls that it makes in any case: one of a layer, two if documents are cut.
-    │             No plan of the candidate is faster.
+    │  2. list    A candidate is a placing, a division of documents inside groups, a tolerance and
+    │             a number of nano-batches. Its bound is the time that the slowest group computes,
+    │             with the kernel calls that it makes in any case: one of a layer, two if documents
+    │             are cut. No plan of the candidate is faster.
     │  3. search  Lowest bound first: make the plan, predict its step, keep the fastest. Stop when
     │             the next bound is not below the fastest step so far.
     │  4. finish  The fastest plan gets the number of stages that is predicted to be fastest.
@@ -193,7 +193,7 @@ def every_candidate(
 ) -> Iterator[PlannedCandidate]:
     """Plan every candidate in groups, however slow: the reference for the search.
 
-    Each division is combined with each number of nano-batches.
+    Each division is combined with each number of nano-batches and each tolerance.
     """
     search = _Search(lengths, settings, choices, partial(nano_batches_as_set, lengths))
     for candidate in search.every_candidate():
@@ -331,9 +331,11 @@ class _Search:
         """List candidates whose documents lie inside groups of ranks, small groups first.
 
         Documents that are divided evenly are planned in the fewest nano-batches: all ranks exchange
-        alike, and hide the exchange in stages. Two nano-batches gain hardly anything there.
+        alike, and hide the exchange in stages. Two nano-batches gain hardly anything there, nor
+        does a coarse tolerance for a joint layout in one nano-batch.
         """
         finest = self._choices.tolerances[0]
+        coarsest = self._choices.tolerances[-1]
         fewest, most = min(self._choices.nano_batches), max(self._choices.nano_batches)
         placings = self._even_placings()
         joint = self._placings_for_joint_layouts(placings)
@@ -342,7 +344,9 @@ class _Search:
             # 1. Documents divided evenly.
             bound = self._bound(placing)
             listed.append(Candidate(placing, bound, "evenly", finest, (fewest,)))
-            # 2. Joint layouts: one of many ranks, or up to two.
+            if self._may_have_cuts(placing) and coarsest > finest:
+                listed.append(Candidate(placing, bound, "evenly", coarsest, (fewest,)))
+            # 2. Joint layouts: one of many ranks, or up to three.
             if placing not in joint:
                 continue
             if self._settings.ranks > FEW_RANKS:
@@ -351,6 +355,8 @@ class _Search:
             listed.append(Candidate(placing, bound, "jointly", finest, (most,)))
             if fewest < most:
                 listed.append(Candidate(placing, bound, "jointly", finest, (fewest,)))
+            if coarsest > finest:
+                listed.append(Candidate(placing, bound, "jointly", coarsest, (most,)))
         return listed
 
     def _placings_for_joint_layouts(self, placings: Sequence[Placing]) -> list[Placing]:
@@ -393,15 +399,15 @@ class _Search:
         ]
 
     def every_candidate(self) -> Iterator[Candidate]:
-        """Yield all combinations of placing, division and number of nano-batches."""
-        finest = self._choices.tolerances[0]
+        """Yield all combinations of placing, division, nano-batches and tolerance."""
         divisions: tuple[Division, ...] = ("evenly", "jointly")
         # Whole documents on single ranks are divided in one way only.
         for placing in self._placings():
             bound = self._bound(placing)
             for division in divisions if self._may_have_cuts(placing) else ("evenly",):
                 for count in self._choices.nano_batches:
-                    yield Candidate(placing, bound, division, finest, (count,))
+                    for tolerance in self._choices.tolerances:
+                        yield Candidate(placing, bound, division, tolerance, (count,))
 
     @staticmethod
     def _may_have_cuts(placing: Placing) -> bool:

@@ -381,18 +381,18 @@ def test_long_documents_are_divided_evenly_where_that_is_faster():
     plan = chosen([100, 60, 50, 30, 16], link, link, ranks_per_node=4)
     segments = plan.nano_batches[0].layout.of_rank(0).tolist()
     assert [segment[:3] for segment in segments[:2]] == [(0, 0, 25), (0, 75, 100)]
-    assert plan.choice.seconds == pytest.approx(17.6846)
+    assert plan.choice.seconds == pytest.approx(16.8056)
 
 
-def test_a_coarser_balance_moves_fewer_bytes_over_slow_links_where_the_layout_is_set():
+def test_a_coarser_balance_moves_fewer_bytes_over_slow_links():
     link = LinkCost(0.0, 1e3)
-    options = {"ranks_per_node": 4, "nano_batches": (1,), "groups": False}
+    options = {"ranks_per_node": 4, "nano_batches": (1,)}
     coarse = chosen([70, 70, 70, 46], link, link, **options)
     fine = chosen([70, 70, 70, 46], link, link, tolerances=(0.01,), **options)
     assert coarse.choice.tolerance == 0.1
-    assert coarse.summary.max_over_mean == pytest.approx(1.0914, abs=1e-4)
+    assert coarse.summary.max_over_mean == pytest.approx(1.1003, abs=1e-4)
     assert fine.summary.max_over_mean == pytest.approx(1.0009, abs=1e-4)
-    assert coarse.summary.exchange.bytes_total == 10112
+    assert coarse.summary.exchange.bytes_total == 9920
     assert fine.summary.exchange.bytes_total == 10816
 
 

@@ -13,7 +13,8 @@ from hf_distca.plan.stages import EXCHANGE_BUFFER_BYTES
 from hf_distca.predict.seconds import StepCosts
 
 COARSER_TOLERANCE = 0.1
-"""Tolerance that may be chosen besides the one that is set; 0.3 was hardly ever faster."""
+"""Tolerance that may be chosen besides the one that is set: it moves less over slow links between
+nodes. 0.3 was hardly ever faster."""
 UNBALANCED = 1e9
 """Tolerance of plans that move nothing for balance: rows travel only where documents are cut."""
 

@@ -267,8 +267,9 @@ def _tokenized(data: Any, column: str, name: str) -> Any:
             desc="Counting tokens",
         )
     except (OSError, ValueError, TypeError) as error:
+        reason = " ".join(str(error).split())  # transformers breaks lines
         raise InputError(
-            f"--tokenizer {name} cannot make tokens of the column {column!r}: {error}"
+            f"--tokenizer {name} cannot make tokens of the column {column!r}: {reason}"
         ) from error
 
 

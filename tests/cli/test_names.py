@@ -126,3 +126,13 @@ def test_the_transport_of_a_server_needs_its_package(run, monkeypatch, tmp_path)
     assert status == 2
     assert "--transport nixl cannot be used: NIXL is not installed; install" in error
     assert error.count("\n") == 1
+
+
+def test_a_model_without_a_tokenizer_is_one_line(run, tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    (tmp_path / "text.txt").write_text("a b")
+    options = ("--lengths", str(tmp_path / "text.txt"), "--tokenizer", str(tmp_path))
+    status, _, error = run("plan", *options, *STEP)
+    assert status == 2
+    assert f"error: --tokenizer {tmp_path} cannot make tokens of the column 'text': " in error
+    assert error.count("\n") == 1

@@ -18,10 +18,9 @@ from torch import Tensor
 from benchmarks.gpu.findings import Findings, waits
 from benchmarks.gpu.setting import Setting
 from hf_distca.cli.main import main
+from hf_distca.kernel_names import KERNEL_PACKAGES, MissingPackageError
 from hf_distca.kernels import KERNEL_NAMES, AttentionParams, Kernel, Need, TaskShapes, get_kernel
 from hf_distca.kernels.contract import ALIGNMENT, aligned
-from hf_distca.kernels.varlen import MissingPackageError
-from hf_distca.kernels.versions import PACKAGES
 
 BOUNDS = {torch.float64: 1e-9, torch.float32: 3e-5, torch.bfloat16: 2e-2, torch.float16: 4e-3}
 """Largest deviation by dtype, over the largest magnitude in the tensor."""
@@ -244,7 +243,7 @@ def _check_waits(kernel: Kernel, setting: Setting, findings: Findings) -> None:
 
 def why_missing(name: str) -> str:
     """Why this machine cannot have a kernel, without importing its package; empty if it can."""
-    package = PACKAGES.get(name)
+    package = KERNEL_PACKAGES.get(name)
     return "" if package is None else package.missing()
 
 

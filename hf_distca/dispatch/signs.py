@@ -82,7 +82,8 @@ class StoreLine:
         Leave it to itself where the store does not answer in time.
         """
         self._calls.put(None)
-        self._thread.join(within_s)
+        if threading.current_thread() is not self._thread:  # Python collects garbage in any thread
+            self._thread.join(within_s)
 
     def _run(self, store: Any) -> None:
         connection = None  # of this thread alone

@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from hf_distca.dispatch import waits as waits_module
 from hf_distca.dispatch.failures import Failures
+from hf_distca.dispatch.signs import StoreLine
 from hf_distca.dispatch.waits import RankLost, Waits
 
 LIMIT_S = 8.0
@@ -273,3 +274,11 @@ def test_what_is_not_watched_stays_as_it_is_and_threads_end_with_the_waits():
     waits.clear()
     gc.collect()
     assert threading.active_count() == before
+
+
+def test_the_thread_of_the_store_may_collect_the_waits():
+    """Python collects garbage in any thread."""
+    line = StoreLine(dist.HashStore())
+    line.post(lambda _store: line.close(60.0)).result(60.0)
+    line.close(60.0)
+    assert not line._thread.is_alive()

@@ -24,8 +24,8 @@ from benchmarks.gpu.kernels import (
 from benchmarks.gpu.runner import Part, run_part
 from benchmarks.gpu.setting import Replay, Setting
 from benchmarks.gpu.training import Watch, _check_logged, _check_memory
+from hf_distca.kernel_names import KernelPackage
 from hf_distca.kernels.cpu import CpuKernel
-from hf_distca.kernels.varlen import FlashVarlenKernel
 from hf_distca.planner.micro_batch import plan_placed
 from hf_distca.planner.settings import PlanSettings
 from hf_distca.predict import device as measured
@@ -170,7 +170,7 @@ def test_a_kernel_that_is_not_installed_is_skipped(monkeypatch):
     assert "flash-attn package" in findings.skipped == why_missing("flash_attn")
     assert findings.wrong == []
     assert why_missing("torch_varlen") == ""
-    monkeypatch.setattr(FlashVarlenKernel, "missing", str)  # but it cannot be imported
+    monkeypatch.setattr(KernelPackage, "missing", lambda _: "")  # but it cannot be imported
     findings = check_kernel(SMALL, "flash_attn")
     (wrong,) = findings.wrong
     assert "is installed, but cannot be imported: ModuleNotFoundError" in wrong

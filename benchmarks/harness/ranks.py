@@ -129,6 +129,7 @@ def _serve(
         RANK=str(rank), WORLD_SIZE=str(ranks), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
     )
     torch.set_num_threads(1)
+    os.environ["OMP_NUM_THREADS"] = "1"  # accelerate takes the number of threads from here
     try:
         if enter is not None:
             enter(rank)

@@ -39,7 +39,7 @@ HEADS = {
 GB = 1e9
 IMPORTING = "Importing torch and transformers"
 READING_MODEL = "Reading the model"
-"""What a terminal shows meanwhile."""
+"""Lines that a terminal shows while a command imports libraries, or reads a model."""
 
 
 def number(

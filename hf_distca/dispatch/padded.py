@@ -383,8 +383,9 @@ class RowTravel:
         )
 
     def gradients(self, padded_F: Tensor) -> Tensor:
-        """Return gradients [N, ...] of the rows that this rank holds, given those of `to_padded`.
+        """Return gradients [N, ...] of the rows that this rank holds.
 
+        `padded_F` has the gradients of the rows that `to_padded` returned.
         Gradients of all readers of a row are added up, in a fixed order.
         """
         if self._rounds is None:

@@ -13,8 +13,9 @@ from hf_distca.plan.stages import EXCHANGE_BUFFER_BYTES
 from hf_distca.predict.seconds import StepCosts
 
 COARSER_TOLERANCE = 0.1
-"""Tolerance that may be chosen besides the one that is set: it moves less over slow links between
-nodes. 0.3 was hardly ever faster."""
+"""Second tolerance that the planner may choose, beside the one that the settings name. Plans with
+it send fewer rows, which is faster where links between nodes are slow. 0.3 was hardly ever
+faster."""
 UNBALANCED = 1e9
 """Tolerance of plans that move nothing for balance: rows travel only where documents are cut."""
 

@@ -1,11 +1,12 @@
 """Bars and lines of long work, which are for terminals alone."""
 
+import gc
 import sys
 from io import StringIO
 
 import pytest
 
-from hf_distca.progress import terminal_bar, terminal_status
+from hf_distca.progress import importing, terminal_bar, terminal_status
 
 
 class Terminal(StringIO):
@@ -37,3 +38,16 @@ def test_a_line_is_shown_on_a_terminal_while_a_block_runs(monkeypatch, stream, r
         assert bool(stderr.getvalue()) == shown
     line = stderr.getvalue().split("\r")[-2:]  # blanks, and the cursor at their beginning
     assert "".join(line).strip() == ""
+
+
+def test_no_garbage_is_collected_while_libraries_are_imported():
+    with importing("torch"):
+        assert not gc.isenabled()
+    assert gc.isenabled()
+    gc.disable()
+    try:
+        with importing("torch"):
+            pass
+        assert not gc.isenabled()
+    finally:
+        gc.enable()

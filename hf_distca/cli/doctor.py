@@ -2,8 +2,8 @@
 
 import argparse
 
-from hf_distca.cli.options import IMPORTING, positive_seconds
-from hf_distca.progress import terminal_status
+from hf_distca.cli.options import positive_seconds
+from hf_distca.progress import TORCH_AND_TRANSFORMERS, importing
 
 DESCRIPTION = """\
 Check versions, GPU, kernel, memory, threads, network and settings that contradict each other, and
@@ -28,7 +28,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Check everything and print the findings on rank 0; return 1 if anything is wrong."""
-    with terminal_status(IMPORTING):
+    with importing(TORCH_AND_TRANSFORMERS):
         from hf_distca.cli.findings import check_all
 
     return check_all(timeout=options.timeout, as_json=options.json)

@@ -155,6 +155,16 @@ def memory_of(
     return figures
 
 
+def exchange_buffers_of(figures: dict[str, Any]) -> int:
+    """Return the bytes of exchange buffers in the figures of `memory_of`, the largest of a case."""
+    return max(
+        state[name]["parts"].get("exchange buffers", 0)
+        for state in figures.values()
+        for name in CASES
+        if name in state
+    )
+
+
 def memory_rows(figures: dict[str, Any], device_memory: float | None) -> dict[str, list[str]]:
     """Return the figures of `memory_of` in GB as cells of a table by the heading of their row."""
     columns: list[tuple[Mapping[str, Any], Mapping[str, Any]]] = []

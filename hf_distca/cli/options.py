@@ -37,9 +37,8 @@ HEADS = {
 }
 """Options of a layer's heads, with the numbers of Llama-3-8B."""
 GB = 1e9
-IMPORTING = "Importing torch and transformers"
 READING_MODEL = "Reading the model"
-"""Lines that a terminal shows while a command imports libraries, or reads a model."""
+"""Line that a terminal shows while a command reads a model."""
 
 
 def number(

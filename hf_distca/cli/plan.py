@@ -13,7 +13,6 @@ from hf_distca.cli import InputError
 from hf_distca.cli.names import MODEL_SOURCES, check_model
 from hf_distca.cli.options import (
     HEADS,
-    IMPORTING,
     RANKS_PER_NODE,
     READING_MODEL,
     add_planning_options,
@@ -41,7 +40,7 @@ from hf_distca.planner.layout import check_capacity
 from hf_distca.planner.micro_batch import plan_micro_batch, plan_placed
 from hf_distca.planner.settings import PlanSettings
 from hf_distca.predict.profile import DeviceProfile
-from hf_distca.progress import terminal_status
+from hf_distca.progress import TORCH_AND_TRANSFORMERS, importing, terminal_status
 from hf_distca.sim.lengths import histogram
 from hf_distca.sim.report import plan_report
 
@@ -163,10 +162,8 @@ def run(options: argparse.Namespace) -> None:
         "plan_ms": round(plan_ms, 3),
         "advice": [] if cut_advice is None else [cut_advice],
     }
-    memory: dict[str, list[str]] = {}
-    if model is not None:
-        model_figures, memory = _figures_of_model(model, plan, settings, options)
-        figures |= model_figures
+    memory_figures, memory = _figures_of_memory(model, plan, settings, options)
+    figures |= memory_figures
     # 3. Files, and then either JSON or tables.
     if options.report:
         write(options.report, plan_report(figures, memory))
@@ -197,17 +194,23 @@ def run(options: argparse.Namespace) -> None:
         print("", *offload_lines(figures["offload"]), sep="\n")
 
 
-def _figures_of_model(
-    model: "PreTrainedModel",
+def _figures_of_memory(
+    model: "PreTrainedModel | None",
     plan: MicroBatchPlan,
     settings: PlanSettings,
     options: argparse.Namespace,
 ) -> tuple[dict[str, Any], dict[str, list[str]]]:
-    """Return figures of a model, and a table of its memory."""
-    from hf_distca.cli.model import memory_of, memory_rows, mixing_of
+    """Return figures of memory, and a table of a model's memory, which is empty without a model."""
+    if model is None:
+        return {"exchange_buffers": _exchange_buffers(plan, settings, options)}, {}
+    from hf_distca.cli.model import exchange_buffers_of, memory_of, memory_rows, mixing_of
 
     memory = memory_of(model, plan, settings, options)
-    figures = {"memory": memory, "mixing": mixing_of(model, plan, settings)}
+    figures = {
+        "exchange_buffers": exchange_buffers_of(memory),
+        "memory": memory,
+        "mixing": mixing_of(model, plan, settings),
+    }
     if options.offload:
         from hf_distca.cli.offload import offload_of
 
@@ -298,7 +301,7 @@ def _model_and_settings(
             config, options.ranks, config.planned_layout, kinds=kinds, **kernel_options
         )
     else:
-        with terminal_status(IMPORTING):
+        with importing(TORCH_AND_TRANSFORMERS):
             from hf_distca.cli.model import fake_model
             from hf_distca.models.kinds import layers_by_kind
             from hf_distca.models.settings import document_layout
@@ -309,7 +312,7 @@ def _model_and_settings(
         layout = document_layout(model, config)
         settings = plan_settings_of(config, options.ranks, layout, kinds=kinds, **kernel_options)
 
-    with terminal_status("Importing torch"):
+    with importing("torch"):
         from hf_distca.kernels import KERNELS
 
     kernel = KERNELS[config.attention_kernel]
@@ -335,11 +338,6 @@ def _figures(
 
     For a report, figures of each rank too.
     """
-    with terminal_status(IMPORTING):
-        import torch
-
-        from hf_distca.memory.micro_batch import Use, busiest_rank, count_core_attention
-
     kind, nodes = settings.dominant_kind, settings.node_of_ranks
     plans = [nano.plans[kind] for nano in plan.nano_batches]
     loads = np.sum([loads_of(nano_plan) for nano_plan in plans], axis=0)
@@ -349,9 +347,6 @@ def _figures(
         [bytes_by_link(nano_plan, settings.row_bytes(kind), nodes) for nano_plan in plans], axis=0
     )
     exchange = exchange_figures(moved, nodes, (options.node_bandwidth, options.network_bandwidth))
-    rank = busiest_rank(plan, settings)
-    dtype = getattr(torch, options.dtype)
-    core_attention = count_core_attention(plan, kind, dtype, rank, Use(settings.kernel))
     figures = {
         "max_over_mean": float(loads.max() / loads.mean()),
         "tokens_max_over_mean": float(plan.tokens.max() / plan.tokens.mean()),
@@ -361,8 +356,6 @@ def _figures(
         "tasks_below_block": int((rows < settings.balance_block_size).sum()),
         "nano_batches": len(plans),
         "stages": max(len(rows_by_stage(nano_plan)) for nano_plan in plans),
-        # All layers of a kind share them.
-        "exchange_buffers": core_attention.get("exchange buffers", 0),
     }
     if not options.report:
         return figures
@@ -388,6 +381,28 @@ def _figures(
             "attention": str(kind),
         },
     }
+
+
+def _exchange_buffers(
+    plan: MicroBatchPlan, settings: PlanSettings, options: argparse.Namespace
+) -> int:
+    """Return bytes of the buffers that all layers of the dominant kind share, on the busiest rank.
+
+    A model's layers are not known.
+    """
+    with importing(TORCH_AND_TRANSFORMERS):
+        import torch
+
+        from hf_distca.memory.micro_batch import Use, busiest_rank, count_core_attention
+
+    parts = count_core_attention(
+        plan,
+        settings.dominant_kind,
+        getattr(torch, options.dtype),
+        busiest_rank(plan, settings),
+        Use(settings.kernel),
+    )
+    return parts.get("exchange buffers", 0)
 
 
 def _table(

@@ -15,7 +15,7 @@ from hf_distca.plan import AttentionKind
 from hf_distca.plan.cost import pairs
 from hf_distca.predict.profile import DeviceProfile
 from hf_distca.predict.seconds import DIAGONAL_ROWS, LinkCost, Tasks
-from hf_distca.progress import terminal_status
+from hf_distca.progress import importing, terminal_status
 
 if TYPE_CHECKING:
     import torch
@@ -64,7 +64,7 @@ def run(options: argparse.Namespace) -> None:
         check_writable(options.output)
     check_kernel(options.attention_kernel)
 
-    with terminal_status("Importing torch"):
+    with importing("torch"):
         import torch
         import torch.distributed as dist
 

@@ -13,7 +13,7 @@ from hf_distca.kernel_names import KERNEL_NAMES
 from hf_distca.pool.child import end_with_parent
 from hf_distca.pool.nixl import installed_package
 from hf_distca.pool.token import parse_address, parse_token, read_token
-from hf_distca.progress import terminal_status
+from hf_distca.progress import importing
 
 if TYPE_CHECKING:
     import torch
@@ -110,7 +110,7 @@ def run(options: argparse.Namespace) -> None:
         except ImportError as error:
             raise InputError(f"--transport nixl cannot be used: {error}") from error
 
-    with terminal_status("Importing torch"):
+    with importing("torch"):
         import torch
 
         from hf_distca.pool.wire import LinkLost, MismatchError

@@ -11,7 +11,6 @@ from hf_distca.cli import InputError
 from hf_distca.cli.names import MODEL_SOURCES, check_model
 from hf_distca.cli.options import (
     GB,
-    IMPORTING,
     RANKS_PER_NODE,
     READING_MODEL,
     add_planning_options,
@@ -37,7 +36,7 @@ from hf_distca.planner.settings import Choices, PlanSettings
 from hf_distca.predict.profile import DeviceProfile
 from hf_distca.predict.setup import Setup
 from hf_distca.predict.shapes import MODELS, ModelShape
-from hf_distca.progress import terminal_status
+from hf_distca.progress import TORCH_AND_TRANSFORMERS, importing, terminal_status
 from hf_distca.sim.padded import (
     PaddedFigures,
     PlannedBatches,
@@ -153,7 +152,7 @@ def run(options: argparse.Namespace) -> None:
         value_size = {"bytes_per_value": setup.profile.bytes_per_value}
         settings = plan_settings_of(config, setup.ranks, layout, kinds=kinds, **value_size)
 
-        with terminal_status(IMPORTING):
+        with importing(TORCH_AND_TRANSFORMERS):
             from hf_distca.cli.model import read_config
             from hf_distca.memory.simulated import gpu_memory
 
@@ -228,7 +227,7 @@ def _padded(
 
 def _shape_and_layout(name: str, config: DistCAConfig) -> tuple[ModelShape, str]:
     """Return the shape of a user's model, and the layout of its documents."""
-    with terminal_status(IMPORTING):
+    with importing(TORCH_AND_TRANSFORMERS):
         from hf_distca.cli.model import fake_model
         from hf_distca.models.settings import document_layout
         from hf_distca.models.shape import model_shape

@@ -13,10 +13,9 @@ import numpy as np
 
 from hf_distca.cli import InputError
 from hf_distca.cli.names import check_on_hub, check_tokenizer
-from hf_distca.cli.options import IMPORTING
 from hf_distca.collator.formats import TABLES, is_hub_name
 from hf_distca.plan.cost import as_lengths
-from hf_distca.progress import terminal_status
+from hf_distca.progress import TORCH_AND_TRANSFORMERS, importing
 from hf_distca.sim.lengths import Draw, IntArray, corpora, lognormal, micro_batches, of_documents
 from hf_distca.sim.simulate import too_long_advice
 from hf_distca.sim.trees import DrawnBatch, turn_lengths, turns_of_ranks
@@ -201,7 +200,7 @@ def _no_lengths(source: str, error: ValueError) -> InputError:
 @_bars_on_terminals()
 def _lengths_of_data(options: argparse.Namespace) -> IntArray:
     """Return the document lengths of a source that may be there."""
-    with terminal_status("Importing datasets"):
+    with importing("datasets"):
         import pyarrow
 
         from hf_distca.collator.sources import load_documents
@@ -253,7 +252,7 @@ def _tokenized(data: Any, column: str, name: str) -> Any:
 
     `datasets` caches it.
     """
-    with terminal_status(IMPORTING):
+    with importing(TORCH_AND_TRANSFORMERS):
         from transformers import AutoTokenizer
 
     try:

@@ -36,9 +36,9 @@ KEYS = [
         "tasks_below_block",
         "nano_batches",
         "stages",
-        "exchange_buffers",
         "plan_ms",
         "advice",
+        "exchange_buffers",
     ),
 ]
 FIXED = ("--document-layout", "fixed")
@@ -292,7 +292,8 @@ def test_memory_of_a_model(command, figures, tmp_path):
         "--device-memory",
         "0.04",
     ]
-    memory = figures(*command([4096], 2, 2048, *options))["memory"]
+    planned = figures(*command([4096], 2, 2048, *options))
+    memory = planned["memory"]
     parameters = sum(p.numel() for p in small_model().parameters())
     assert list(memory) == ["ddp", "fsdp2", "zero1", "zero2", "zero3"]
     ddp = memory["ddp"]
@@ -300,6 +301,7 @@ def test_memory_of_a_model(command, figures, tmp_path):
     plain = ddp["without_checkpointing"]
     checkpointed = ddp["with_checkpointing"]
     assert checkpointed["parts"]["kept O"] == 2 * 2048 * (32 + 4) * 4
+    assert planned["exchange_buffers"] == checkpointed["parts"]["exchange buffers"] > 0
     assert plain["total"] == sum(plain["parts"].values()) + 20 * parameters
     assert checkpointed["total"] < plain["total"] < 10**8
     assert 2048 < plain["longest_tokens_per_rank"] < checkpointed["longest_tokens_per_rank"]
@@ -378,7 +380,9 @@ def test_mixing_of_a_hybrid_that_is_cut(command, run, figures, tmp_path, monkeyp
     tiny_config("qwen3_next").save_pretrained(tmp_path)
     cut = command([150, 30], 2, 96, "--model", str(tmp_path))
     cut += ["--document-layout", "fixed", "--no-ping-pong"]
-    monkeypatch.setattr("hf_distca.cli.model.memory_of", lambda *_: {})  # it is counted above
+    # Memory is counted above.
+    monkeypatch.setattr("hf_distca.cli.model.memory_of", lambda *_: {})
+    monkeypatch.setattr("hf_distca.cli.model.exchange_buffers_of", lambda _: 0)
     mixing = figures(*cut)["mixing"]
     # One layer: 3 rows of 48 channels in bfloat16; A and B of 2 heads, 8 rows and 16 columns in
     # float32.

@@ -157,12 +157,13 @@ def memory_of(
 
 def exchange_buffers_of(figures: dict[str, Any]) -> int:
     """Return the bytes of exchange buffers in the figures of `memory_of`, the largest of a case."""
-    return max(
+    sizes: list[int] = [
         state[name]["parts"].get("exchange buffers", 0)
         for state in figures.values()
         for name in CASES
         if name in state
-    )
+    ]
+    return max(sizes)
 
 
 def memory_rows(figures: dict[str, Any], device_memory: float | None) -> dict[str, list[str]]:

@@ -40,6 +40,8 @@ from hf_distca.plan.schedule import (
     Schedule,
     Transfer,
     Turn,
+    has_local_tasks_between_stages,
+    local_places,
     make_schedule,
 )
 from hf_distca.plan.stages import stage_slots
@@ -129,6 +131,7 @@ class BoundRoutes:
         servers: rows that travel to each server with tasks, and back.
         tasks: tasks of each kernel call; calls without tasks are missing.
         merges: whether received queries read K/V rows in several calls.
+        begins_with_no_keys: places whose queries have the result of no keys before any call.
         gradients: sources of each gradient, by its name and its place: "local" or "received" rows,
             or the stage of received K/V rows.
         forward, backward: schedules; the backward's by the rows that the forward kept.
@@ -161,11 +164,16 @@ class BoundRoutes:
             for worker in workers[workers >= self._ranks]
         )
 
-        # 2. Tasks of each kernel call. Where local tasks have two halves, the forward computes them
-        #    in one call all the same.
+        # 2. Tasks of each kernel call. If no local tasks come between stages, the forward computes
+        #    all in one call, even if the backward computes parts of them.
         remote = _remote_tasks(routes)
         local = _local_tasks(routes, turn, remote, plan.window)
-        tasks = {**remote, ("local", 0): routes.local, **local}
+        tasks = {**remote, **local}
+        between_stages = has_local_tasks_between_stages(
+            len(routes.stages), windowed=plan.window is not None
+        )
+        if not between_stages:
+            tasks["local", 0] = routes.local
         self.tasks = {
             key: BoundTasks.bind(call_tasks, buffer)
             for key, call_tasks in tasks.items()
@@ -173,6 +181,9 @@ class BoundRoutes:
         }
         has_prefix = any(name == "remote-query prefix" for name, _ in self.tasks)
         self.merges = plan.window is None and (several_stages or has_prefix)
+        self.begins_with_no_keys: set[Location] = set()
+        if self.merges:
+            self.begins_with_no_keys = {"received", "local"} if between_stages else {"received"}
 
         # 3. Sources of gradients.
         self.gradients = self._bind_gradients(routes, local, remote, buffer)
@@ -312,18 +323,18 @@ def _remote_tasks(routes: Routes) -> dict[CallKey, CallTasks]:
 def _local_tasks(
     routes: Routes, turn: Turn, remote: dict[CallKey, CallTasks], window: int | None
 ) -> dict[CallKey, CallTasks]:
-    """Return the tasks of the backward's kernel calls on local rows.
-
-    The local tasks of a lone nano-batch hide two exchanges, half of them each, if there are any
-    exchanges.
-    """
-    if turn != "alone" or not any(len(tasks.q_lens) for tasks in remote.values()):
+    """Return the tasks of the backward's kernel calls on local rows."""
+    stages, windowed = len(routes.stages), window is not None
+    places = local_places("backward", turn, stages, windowed=windowed)
+    # Parts hide exchanges, if there are any, or let other ranks go on with the next stage.
+    needs_parts = has_local_tasks_between_stages(stages, windowed=windowed) or any(
+        len(tasks.q_lens) for tasks in remote.values()
+    )
+    if len(places) == 1 or not needs_parts:
         return {("local", 0): routes.local}
-    earlier, later = routes.local.halves(window)
-    if not len(later.q_lens):
-        return {("local 1/2", 0): earlier, ("local 2/2", 0): later}
     # Later rows first: they see more keys, so that their memory use peaks before the sums exist.
-    return {("local 1/2", 0): later, ("local 2/2", 0): earlier}
+    parts = routes.local.parts(len(places), window)[::-1]
+    return {("local part", number): part for number, part in enumerate(parts)}
 
 
 def _receives_queries(key: CallKey) -> bool:

@@ -319,7 +319,7 @@ class _Outputs:
     def _so_far_at(self, place: Location) -> tuple[Tensor, ...]:
         """Return O and LSE so far of the queries at a place.
 
-        Rows without a result yet are undefined.
+        Rows without a result yet are undefined, or have the result of no keys.
         """
         if place not in self._so_far:
             q_THD = self._q_THD
@@ -328,7 +328,7 @@ class _Outputs:
             shape = rows, q_THD.shape[1], self._v_TGE.shape[2]
             o_NHE = q_THD.new_empty(shape, dtype=self._wide if merges else q_THD.dtype)
             lse_NH = q_THD.new_empty(shape[:2], dtype=self._wide)
-            if merges and place == "received":  # the result of no keys
+            if place in self._routes.begins_with_no_keys:
                 o_NHE.zero_()
                 lse_NH.fill_(-torch.inf)
             self._so_far[place] = o_NHE, lse_NH

@@ -35,7 +35,8 @@ from hf_distca.plan.moves import MOVE, rows_to_move
 from hf_distca.plan.paths import along_paths
 
 UNEVEN = 0.25
-"""Difference of two halves, as a share of all pairs, above which a task is cut."""
+"""Difference of a part's pairs from those it should have, as a share of them, above which a task is
+cut."""
 READ = np.dtype([*MOVE.descr, ("task", np.int64), ("keys_document", np.int64)])
 """Queries of a task, and K/V rows [keys_start, keys_stop) of one document and one stage that they
 read. The document is the task's own or lies on its path."""
@@ -57,21 +58,29 @@ class CallTasks:
         """Query-key pairs of all tasks."""
         return int(self.task_pairs.sum())
 
-    def halves(self, window: int | None) -> tuple["CallTasks", "CallTasks"]:
-        """Divide the tasks into two kernel calls of about equal pairs.
+    def parts(self, count: int, window: int | None) -> list["CallTasks"]:
+        """Divide the tasks into kernel calls of about equal pairs, at most `count`.
 
-        Cut one task if whole tasks are too uneven.
+        Cut tasks where whole tasks are too uneven.
         """
-        if not len(self.q_lens):
-            return self, self
+        parts = []
+        rest = self
+        for missing in range(count, 0, -1):
+            if not len(rest.q_lens):
+                break
+            part, rest = rest._first_part(rest.pairs / missing, window)
+            parts.append(part)
+        return parts
+
+    def _first_part(self, due: float, window: int | None) -> tuple["CallTasks", "CallTasks"]:
+        """Divide the tasks in two, the first of which has about as many pairs as are due."""
         pairs_up_to = np.cumsum(self.task_pairs)  # each task, itself included
-        total = pairs_up_to[-1]
-        differences = np.abs(2 * pairs_up_to - total)  # of the halves if the first ends at a task
+        differences = np.abs(pairs_up_to - due)  # from what is due if the part ends at a task
         last = int(differences.argmin())
-        middle = int(np.searchsorted(2 * pairs_up_to, total))  # task in the middle of all pairs
-        if differences[last] <= UNEVEN * total or self.q_lens[middle] == 1:
+        middle = int(np.searchsorted(pairs_up_to, due))  # task within which the part should end
+        if differences[last] <= UNEVEN * due or self.q_lens[middle] == 1:
             return self._divided(last + 1)
-        missing = total / 2 - pairs_up_to[middle] + self.task_pairs[middle]
+        missing = due - pairs_up_to[middle] + self.task_pairs[middle]
         return self._with_task_cut(middle, missing, window)._divided(middle + 1)
 
     def _with_task_cut(self, task: int, first_pairs: float, window: int | None) -> "CallTasks":

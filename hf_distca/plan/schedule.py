@@ -17,6 +17,10 @@ K and V may come in several stages, two of which travel or are in use at once. T
 sent in part 1, and a further one after each computed stage. dK and dV of a stage go back while the
 next stage is computed.
 
+A stage arrives once all ranks have sent it. If a rank with many local tasks computed them at once,
+it would send its stages late, and all other ranks would wait. So with many stages a part of the
+local tasks is computed before each, and all ranks come to a stage at about the same time.
+
 If ranks forward K and V inside their nodes, a stage travels in two hops, each during another
 stage's computation. Five stages then travel or are in use at once, in either direction:
 
@@ -42,23 +46,26 @@ Location = Literal["local", "received"]
 Results and gradients of queries go to the location of the queries, gradients of K and V to that of
 the keys.
 """
-TaskName = Literal[
-    "local", "local 1/2", "local 2/2", "remote-KV", "remote-query", "remote-query prefix"
-]
-"""Tasks of one kernel call, see `hf_distca.plan.routes`; halves of the local tasks have about
-equal pairs."""
+TaskName = Literal["local", "local part", "remote-KV", "remote-query", "remote-query prefix"]
+"""Tasks of one kernel call, see `hf_distca.plan.routes`. Parts of the local tasks have about equal
+pairs."""
 CallKey = tuple[TaskName, int]
-"""Key of a kernel call: its tasks, and the stage of their K/V rows; 0 for local tasks."""
+"""Key of a kernel call: its tasks, and the stage of their K/V rows; 0 for all local tasks, and the
+number of a part of them."""
 AHEAD = 2
 """Number of stages sent before the first is computed, so that one travels while one is computed.
 Then one more is sent with each computed stage."""
+MANY_STAGES = 5
+"""Number of stages from which on a part of the local tasks comes before each. With fewer stages
+local tasks hide the first exchange better if they are computed at once."""
 TO_SERVERS = " to servers"
 FROM_SERVERS = " from servers"
 """Suffixes in names of transfers, and of phases that begin and end a call to servers."""
 KeptRows = Literal["nothing", "received", "results"]
 """Received rows that the forward keeps: nothing (rows are sent again), Q, K and V, or O and LSE
 too."""
-Place = Literal["before pause", "after pause", "after remote-KV"]
+Place = Literal["before pause", "after pause", "after remote-KV"] | int
+"""Place of local tasks in a schedule; a number for the place before this stage."""
 LOCAL_TASKS: dict[tuple[Direction, Turn], tuple[Place, ...]] = {
     ("forward", "alone"): ("before pause",),
     ("forward", "first"): ("after pause",),
@@ -68,13 +75,35 @@ LOCAL_TASKS: dict[tuple[Direction, Turn], tuple[Place, ...]] = {
     ("backward", "first"): ("after remote-KV",),
 }
 """Where local tasks are computed: before or after the first pause, or after the remote-KV tasks;
-half at each of two places.
+a part at each of two places.
 
 The nano-batch that starts computes its local tasks after the other one's exchange has started too.
 In the backward the second nano-batch starts. Nothing follows the first one's backward, so its local
-tasks hide the return of its dK and dV. A lone nano-batch hides the way there behind one half and
+tasks hide the return of its dK and dV. A lone nano-batch hides the way there behind one part and
 the way back behind the other.
+
+Between stages there is a further part before each stage but the first. The forward then has the
+parts of the backward.
 """
+
+
+def has_local_tasks_between_stages(stages: int, *, windowed: bool) -> bool:
+    """Return whether parts of the local tasks are computed between stages.
+
+    With a window all ranks have about equal local tasks.
+    """
+    return stages >= MANY_STAGES and not windowed
+
+
+def local_places(
+    direction: Direction, turn: Turn, stages: int, *, windowed: bool
+) -> tuple[Place, ...]:
+    """Return where local tasks are computed, a part at each place, in order."""
+    if not has_local_tasks_between_stages(stages, windowed=windowed):
+        return LOCAL_TASKS[direction, turn]
+    places = LOCAL_TASKS["backward" if turn == "alone" else direction, turn]
+    before = tuple(place for place in places if place != "after remote-KV")
+    return (*before, *range(1, stages), *places[len(before) :])
 
 
 @dataclass(frozen=True)
@@ -110,7 +139,7 @@ class KernelCall:
     # Whether rows are aligned with keys at the end of each task; else every row sees all its keys.
     causal: bool = True
     # Whether the results are the first for their query rows; else they are merged with earlier
-    # results. Received query rows have no results after the first.
+    # results, or with the result of no keys.
     first: bool = True
     stage: int = 0
 
@@ -179,7 +208,7 @@ def make_schedule(
         kept_rows: rows that the backward has already; the forward sends everything.
     """
     transfers = _transfers(direction, stages, kept_rows, forwards=forwards, servers=servers)
-    local = _local_calls(direction, turn, calls)
+    local = _local_calls(direction, turn, calls, stages, windowed=windowed)
     opening = [
         Phase(send=(transfers.queries, *transfers.keys[:AHEAD], *transfers.to_servers)),
         Phase(run=local.get("before pause", ()), pause=True),
@@ -188,6 +217,7 @@ def make_schedule(
     ]
     remote = []
     for stage in range(stages):
+        remote.append(Phase(run=local.get(stage, ())))
         remote_query, remote_kv = _remote_calls(stage, calls, stages, windowed=windowed)
         phases_of_stage = _forwarded_stage if forwards else _direct_stage
         remote += phases_of_stage(transfers, stage, remote_query, remote_kv)
@@ -279,17 +309,17 @@ def _inside_nodes(transfers: tuple[Transfer, ...]) -> tuple[Transfer, ...]:
 
 
 def _local_calls(
-    direction: Direction, turn: Turn, calls: frozenset[CallKey]
+    direction: Direction, turn: Turn, calls: frozenset[CallKey], stages: int, *, windowed: bool
 ) -> dict[Place, tuple[KernelCall, ...]]:
     """Return the kernel calls on local tasks by their place in the schedule."""
-    places = LOCAL_TASKS[direction, turn]
-    tasks: tuple[TaskName, ...] = ("local 1/2", "local 2/2")
-    if len(places) == 1 or ("local 1/2", 0) not in calls:
-        places = places[:1]
-        tasks = ("local",)
+    places = local_places(direction, turn, stages, windowed=windowed)
+    if len(places) == 1 or ("local part", 0) not in calls:
+        return {places[0]: _chosen(calls, KernelCall("local", "local", "local"))}
+    # A stage that comes before a part has results for rows of the part.
+    first = not has_local_tasks_between_stages(stages, windowed=windowed)
     return {
-        place: _chosen(calls, KernelCall(name, "local", "local"))
-        for place, name in zip(places, tasks, strict=True)
+        place: _chosen(calls, KernelCall("local part", "local", "local", first=first, stage=part))
+        for part, place in enumerate(places)
     }
 
 

@@ -16,7 +16,15 @@ from numpy.typing import NDArray
 
 from hf_distca.plan import AttentionKind, Direction, Layout, MicroBatchPlan
 from hf_distca.plan.cost import pairs
-from hf_distca.plan.schedule import CallKey, Schedule, Transfer, Turn, make_schedule
+from hf_distca.plan.schedule import (
+    CallKey,
+    Schedule,
+    Transfer,
+    Turn,
+    has_local_tasks_between_stages,
+    local_places,
+    make_schedule,
+)
 from hf_distca.plan.stages import stage_rows
 from hf_distca.predict.counts import CountedPlan, count_nano_batches
 from hf_distca.predict.mixing import CountedCuts, MixingLayers, count_cuts
@@ -157,21 +165,31 @@ class LayerClocks:
     def _schedule(self, index: int) -> Schedule:
         """Return the schedule of a nano-batch for a rank with tasks of every group."""
         counts = self._nano_batches[index]
-        turn: Turn = "alone" if len(self._nano_batches) == 1 else ("first", "second")[index]
         return make_schedule(
             self._direction,
-            turn,
-            calls=_calls(counts.stages),
+            self._turn(index),
+            calls=_calls(counts.stages, self._local_parts(index)),
             windowed=counts.windowed,
             stages=counts.stages,
             forwards=counts.forwards,
             servers=counts.servers > 0,
         )
 
+    def _turn(self, index: int) -> Turn:
+        """Return the position of a nano-batch in the layer."""
+        return "alone" if len(self._nano_batches) == 1 else ("first", "second")[index]
+
+    def _local_parts(self, index: int) -> int:
+        """Return in how many parts the backward of a nano-batch computes local tasks."""
+        counts = self._nano_batches[index]
+        turn = self._turn(index)
+        return len(local_places("backward", turn, counts.stages, windowed=counts.windowed))
+
     def _count_kernel_seconds(self, index: int, tasks: str) -> FloatArray:
         """Return the seconds of a nano-batch's kernel call."""
         counts = self._nano_batches[index]
-        return self._kernel.seconds(_tasks(counts, tasks))[: counts.ranks] * self._slowness
+        tasks_of_call = _tasks(counts, tasks, self._local_parts(index))
+        return self._kernel.seconds(tasks_of_call)[: counts.ranks] * self._slowness
 
     def _count_transfer_size(
         self, index: int, rows: str, columns: tuple[str, ...]
@@ -267,29 +285,37 @@ def _results_of_servers(schedule: Schedule) -> Transfer:
 
 
 @cache
-def _calls(stages: int) -> frozenset[CallKey]:
+def _calls(stages: int, local_parts: int) -> frozenset[CallKey]:
     """Return the keys of all kernel calls that a rank may make."""
-    calls: list[CallKey] = [("local", 0), ("local 1/2", 0), ("local 2/2", 0)]
+    calls: list[CallKey] = [("local", 0)]
+    if local_parts > 1:
+        calls += [("local part", part) for part in range(local_parts)]
     for stage in range(stages):
         calls += [("remote-KV", stage), ("remote-query", stage)]
     return frozenset(calls)
 
 
-def _tasks(counts: CountedPlan, name: str) -> Tasks:
-    """Return the tasks of a kernel call; a stage has an equal share of them."""
+def _tasks(counts: CountedPlan, name: str, local_parts: int) -> Tasks:
+    """Return the tasks of a kernel call; a stage, or a part of the local tasks, has an equal share.
+
+    Args:
+        local_parts: number of parts of the local tasks.
+    """
     if name == "local":
         return counts.local
-    if name in ("local 1/2", "local 2/2"):
+    if name == "local part":
         tasks = counts.local
-        # A rank without remote tasks makes one call, which counts half in each place.
-        has_remote_tasks = counts.remote_kv.tasks + counts.remote_query.tasks > 0
+        # A rank without remote tasks makes one call, which counts in equal shares, if none of its
+        # local tasks come between stages.
+        one_call = counts.remote_kv.tasks + counts.remote_query.tasks == 0
+        one_call &= not has_local_tasks_between_stages(counts.stages, windowed=counts.windowed)
         return Tasks(
-            rows=tasks.rows / 2,
-            keys=tasks.keys / 2,
-            pairs=tasks.pairs / 2,
-            calls=np.where(has_remote_tasks, tasks.calls, tasks.calls / 2),
-            diagonal=tasks.diagonal / 2,
-            tasks=tasks.tasks / 2,
+            rows=tasks.rows / local_parts,
+            keys=tasks.keys / local_parts,
+            pairs=tasks.pairs / local_parts,
+            calls=np.where(one_call, tasks.calls / local_parts, tasks.calls),
+            diagonal=tasks.diagonal / local_parts,
+            tasks=tasks.tasks / local_parts,
         )
     tasks = counts.remote_kv if name == "remote-KV" else counts.remote_query
     # Each stage reads all queries of all tasks again, and only its own keys.

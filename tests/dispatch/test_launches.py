@@ -114,7 +114,7 @@ def counted_step(model: PreTrainedModel, bound: BoundPlan, checkpoint: str = "no
 # Of one layer and step, forward and backward, on one of 4 ranks. "kernels" are calls of the
 # attention kernel, "exchange" are calls that begin an exchange.
 # K/V rows come in one stage or five, six in all with two nano-batches; on two nodes in two hops
-# each.
+# each. Local tasks of five stages have six parts, each a kernel call and three sums of gradients.
 BOUNDS = """
 model       layer   layout halves checkpoint    stages launches copies views kernels exchange     KB
 llama       full    joint  1      none          one          29     23    40       7        7  67800
@@ -138,11 +138,11 @@ gemma3_text full    fixed  2      none          one          60     48    68    
 gemma3_text sliding fixed  2      none          one          43     33   174       8       14  11016
 gemma3_text full    joint  2      reentrant     one          46     35    94       8       10  10352
 gemma3_text sliding joint  2      reentrant     one          50     43   165      10       14  11053
-llama       full    joint  1      none          five        104     52   110      25       19 185660
+llama       full    joint  1      none          five        126     54   173      34       19 204782
 llama       full    joint  2      none          five        108     62   133      18       22 149354
-gpt_oss     full    joint  1      none          five        156     91   130      27       19 282411
+gpt_oss     full    joint  1      none          five        191    106   193      36       19 297251
 gpt_oss     sliding joint  1      none          five         93     56   168       9       19 184310
-llama       full    joint  1      none          hops        134     72   140      25       34 185472
+llama       full    joint  1      none          hops        156     74   203      34       34 204595
 llama       full    joint  2      none          hops        132     78   161      18       40 156671
 """
 ROWS = [line.split() for line in BOUNDS.strip().splitlines()[1:]]

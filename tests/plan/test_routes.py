@@ -60,8 +60,8 @@ def test_every_query_sees_its_keys_once_and_results_go_home(plan, stage_rows):
     check(replace(plan, stage_rows=stage_rows))
 
 
-def halves(q_lens, k_lens, window=None):
-    """[(query rows and keys of each task, rows of its queries, of its keys, pairs)] of each half of
+def parts(q_lens, k_lens, count=2, window=None):
+    """[(query rows and keys of each task, rows of its queries, of its keys, pairs)] of each part of
     a group.
     """
     q, k = np.array(q_lens, np.int64), np.array(k_lens, np.int64)
@@ -69,37 +69,42 @@ def halves(q_lens, k_lens, window=None):
         q, k, np.arange(q.sum()), np.arange(k.sum()), q if window else q * (2 * k - q + 1) // 2
     )
     return [
-        (list(zip(*(tensor.tolist() for tensor in (half.q_lens, half.k_lens)), strict=True)),
-         *(tensor.tolist() for tensor in (half.q_rows, half.k_rows, half.task_pairs)))
-        for half in group.halves(window)
+        (list(zip(*(tensor.tolist() for tensor in (part.q_lens, part.k_lens)), strict=True)),
+         *(tensor.tolist() for tensor in (part.q_rows, part.k_rows, part.task_pairs)))
+        for part in group.parts(count, window)
     ]  # fmt: skip
 
 
-def test_halves_of_the_pairs():
-    assert halves([], []) == [([], [], [], [])] * 2
-    assert halves([1], [1]) == [([(1, 1)], [0], [0], [1]), ([], [], [], [])]
-    assert halves([2, 2], [2, 2]) == [
+def test_parts_of_about_equal_pairs():
+    assert parts([], []) == []
+    assert parts([1], [1]) == [([(1, 1)], [0], [0], [1])]
+    assert parts([2, 2], [2, 2]) == [
         ([(2, 2)], [0, 1], [0, 1], [3]),
         ([(2, 2)], [2, 3], [2, 3], [3]),
     ]
     # A task in the middle is cut into its first queries with their keys, and the others. 1 + 2 + 3
     # pairs and 4: the first three queries see three keys, the last one all.
-    assert halves([4], [4]) == [
+    assert parts([4], [4]) == [
         ([(3, 3)], [0, 1, 2], [0, 1, 2], [6]),
         ([(1, 4)], [3], [0, 1, 2, 3], [4]),
     ]
     # 3, then 6 + 7 + 8 of a task that has five keys before its own rows, then 1: cut where 9 of 25
     # are done.
-    first, second = halves([2, 3, 1], [2, 8, 1])
+    first, second = parts([2, 3, 1], [2, 8, 1])
     assert first == ([(2, 2), (1, 6)], [0, 1, 2], [*range(8)], [3, 6])
     assert second == ([(2, 8), (1, 1)], [3, 4, 5], [*range(2, 11)], [15, 1])
     # A cut leaves a row on either side: of 10 + 11 and 11 pairs, 16 lie nearer to the end of the
     # task.
-    first, second = halves([2, 1], [11, 11])
+    first, second = parts([2, 1], [11, 11])
     assert first == ([(1, 10)], [0], [*range(10)], [10])
     assert second == ([(1, 11), (1, 11)], [1, 2], [*range(22)], [11, 11])
     # Each row sees one key.
-    assert [half[0] for half in halves([4], [4], window=1)] == [[(2, 2)], [(2, 4)]]
+    assert [part[0] for part in parts([4], [4], window=1)] == [[(2, 2)], [(2, 4)]]
+    # 1 + 2 and 3 and 4 pairs of 10, then no more parts than rows.
+    assert [part[0] for part in parts([4], [4], 3)] == [[(2, 2)], [(1, 3)], [(1, 4)]]
+    assert [part[0] for part in parts([2], [2], 3)] == [[(1, 1)], [(1, 2)]]
+    # Whole tasks where they are even enough: 10 and 9 of 19 pairs, and 9 + 9 of 27 are too many.
+    assert [part[0] for part in parts([4, 1], [4, 9])] == [[(4, 4)], [(1, 9)]]
 
 
 @pytest.mark.parametrize(

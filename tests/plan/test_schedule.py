@@ -5,19 +5,28 @@ from dataclasses import replace
 
 import pytest
 
-from hf_distca.plan.schedule import KernelCall, Phase, Transfer, make_schedule
+from hf_distca.plan.schedule import (
+    MANY_STAGES,
+    KernelCall,
+    Phase,
+    Transfer,
+    local_places,
+    make_schedule,
+)
 from hf_distca.plan.stages import stage_slots
 
 
 def calls_of(direction, turn, stages):
     """Keys of all kernel calls that a nano-batch of so many stages may have."""
-    own = ("local 1/2", "local 2/2") if (direction, turn) == ("backward", "alone") else ("local",)
+    parts = len(local_places("backward", turn, stages, windowed=False))
+    divided = stages >= MANY_STAGES or (direction, turn) == ("backward", "alone")
+    own = [("local part", part) for part in range(parts)] if divided else [("local", 0)]
     tasks = (
         ("remote-query", "remote-query prefix", "remote-KV")
         if stages > 1
         else ("remote-query", "remote-KV")
     )
-    return frozenset([*((half, 0) for half in own), *itertools.product(tasks, range(stages))])
+    return frozenset([*own, *itertools.product(tasks, range(stages))])
 
 
 def made(direction, turn, stages=1, forwards=False, **options):
@@ -48,8 +57,8 @@ WRITTEN_OUT = {
         False,
     ): (
         """
-send do o lse q, k v / run local 1/2 / | / wait do o lse q, k v; run remote-query; send dq
-run remote-KV; send dk dv / run local 2/2 / | / wait dq, dk dv
+send do o lse q, k v / run local part / | / wait do o lse q, k v; run remote-query; send dq
+run remote-KV; send dk dv / run local part [1] / | / wait dq, dk dv
 """
     ),
     (
@@ -87,6 +96,27 @@ wait q, k v; run remote-query, remote-query prefix / run remote-KV; send k v [2]
 wait k v [1]; run remote-query [1], remote-query prefix [1] / run remote-KV [1]; send k v [3]
 wait k v [2]; run remote-query [2], remote-query prefix [2] / run remote-KV [2]
 wait k v [3]; run remote-query [3], remote-query prefix [3]; send o lse / run remote-KV [3] / |
+wait o lse
+"""
+    ),
+    (
+        "forward",
+        "alone",
+        5,
+        False,
+    ): (
+        """
+send q, k v, k v [1] / run local part / |
+wait q, k v; run remote-query, remote-query prefix / run remote-KV; send k v [2]
+run local part [1]
+wait k v [1]; run remote-query [1], remote-query prefix [1] / run remote-KV [1]; send k v [3]
+run local part [2]
+wait k v [2]; run remote-query [2], remote-query prefix [2] / run remote-KV [2]; send k v [4]
+run local part [3]
+wait k v [3]; run remote-query [3], remote-query prefix [3] / run remote-KV [3]
+run local part [4]
+wait k v [4]; run remote-query [4], remote-query prefix [4]; send o lse / run remote-KV [4]
+run local part [5] / |
 wait o lse
 """
     ),
@@ -164,6 +194,26 @@ def test_local_tasks_that_are_not_divided_are_computed_while_rows_are_sent():
     assert len(calls(undivided)) == 1
 
 
+@pytest.mark.parametrize("forwards", [False, True])
+@pytest.mark.parametrize("turn", ["alone", "first", "second"])
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_with_many_stages_a_part_of_the_local_tasks_comes_before_each(direction, turn, forwards):
+    made_calls = calls(made(direction, turn, 6, forwards))
+    for stage in range(1, 6):
+        first_of_stage = next(
+            place
+            for place, call in enumerate(made_calls)
+            if call.stage == stage and call.keys == "received"
+        )
+        assert made_calls[first_of_stage - 1].tasks == "local part"
+    parts = [call for call in made_calls if call.tasks == "local part"]
+    assert [part.stage for part in parts] == [*range(7 if turn == "alone" else 6)]
+    assert not any(part.first for part in parts)
+    whole = frozenset([("local", 0), *calls_of(direction, turn, 6)])
+    windowed = calls(made(direction, "first", 6, forwards, windowed=True, calls=whole))
+    assert [call.name for call in windowed if call.keys == "local"] == ["local"]
+
+
 @pytest.mark.parametrize(
     ("kept_rows", "sent"),
     [("nothing", "do o lse q, k v"), ("received", "do o lse"), ("results", "do")],
@@ -239,9 +289,9 @@ def test_ranks_issue_the_same_transfers_whatever_tasks_they_have(direction, turn
             if verb != "run"
         ]
         transfers_of_schedules.add((pauses[-1], *transfers))
-        divided = (direction, turn) == ("backward", "alone") and ("local 1/2", 0) in keys
-        local = {"local 1/2", "local 2/2"} if divided else {"local"}
-        expected = {(tasks, 0) for tasks in local | {"remote-KV", "remote-query"}}
+        divided = (direction, turn) == ("backward", "alone") and ("local part", 0) in keys
+        local = {("local part", 0), ("local part", 1)} if divided else {("local", 0)}
+        expected = {*local, ("remote-KV", 0), ("remote-query", 0)}
         assert sorted(call.key for call in calls(schedule)) == sorted(keys & expected)
     ((pause_count, *_),) = transfers_of_schedules
     assert pause_count == 2

@@ -175,6 +175,26 @@ def test_each_of_two_stages_has_half_of_the_tasks(kernel):
     assert attention(stages=1) == attention(stages=2)
 
 
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+@pytest.mark.parametrize("others", [[], [counted((4, 4))]], ids=["alone", "two nano-batches"])
+def test_no_rank_waits_for_stages_of_a_rank_with_more_local_tasks(others, direction):
+    """Rank 0 computes 24 pairs of its own and one of each of 8 stages, rank 1 8 pairs and three.
+
+    Rank 0 would send the third stage after 25 seconds if it computed its own pairs first; rank 1
+    would want it after 14.
+    """
+    keys = NOWHERE.copy()
+    keys[0] = 8
+    moved = RowsMoved(NOWHERE, keys)
+    plan = replace(counted((24, 8)), remote_kv=tasks(8, 24), among_ranks=moved, stages=8)
+    walked = walk([plan, *others], direction)
+    pair_s = {"forward": 1, "backward": 2}[direction]
+    assert walked.seconds == pytest.approx(pair_s * (32 + 4 * len(others)))
+    assert walked.waited.tolist() == pytest.approx([0, 0])
+    windowed = walk([replace(plan, windowed=True), *others], direction)
+    assert windowed.waited.max() > 5
+
+
 def test_a_step_of_layers_that_mix_rows():
     """A rank with 10 tokens, two layers with attention and six that mix rows; the backward takes
     three times as long.

@@ -41,7 +41,7 @@ from hf_distca.plan.schedule import (
     Transfer,
     Turn,
     has_local_tasks_between_stages,
-    local_places,
+    local_shares,
     make_schedule,
 )
 from hf_distca.plan.stages import stage_slots
@@ -325,16 +325,21 @@ def _local_tasks(
 ) -> dict[CallKey, CallTasks]:
     """Return the tasks of the backward's kernel calls on local rows."""
     stages, windowed = len(routes.stages), window is not None
-    places = local_places("backward", turn, stages, windowed=windowed)
+    common = np.asarray(routes.common_local)
+    shares = local_shares(turn, stages, common, windowed=windowed)
     # Parts hide exchanges, if there are any, or let other ranks go on with the next stage.
     needs_parts = has_local_tasks_between_stages(stages, windowed=windowed) or any(
         len(tasks.q_lens) for tasks in remote.values()
     )
-    if len(places) == 1 or not needs_parts:
+    if len(shares) == 1 or not needs_parts:
         return {("local", 0): routes.local}
     # Later rows first: they see more keys, so that their memory use peaks before the sums exist.
-    parts = routes.local.parts(len(places), window)[::-1]
-    return {("local part", number): part for number, part in enumerate(parts)}
+    parts = reversed(routes.local.parts([float(share) for share in shares.values()][::-1], window))
+    return {
+        ("local part", number): part
+        for number, part in zip(shares, parts, strict=True)
+        if len(part.q_lens)
+    }
 
 
 def _receives_queries(key: CallKey) -> bool:

@@ -11,9 +11,11 @@ Routes are made once per micro-batch and used by every layer. There are three ki
   order (that rank, document, position).
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from hf_distca.plan import Branches, Plan
 from hf_distca.plan.cost import pairs
@@ -58,22 +60,22 @@ class CallTasks:
         """Query-key pairs of all tasks."""
         return int(self.task_pairs.sum())
 
-    def parts(self, count: int, window: int | None) -> list["CallTasks"]:
-        """Divide the tasks into kernel calls of about equal pairs, at most `count`.
+    def parts(self, shares: Sequence[float], window: int | None) -> list["CallTasks"]:
+        """Divide the tasks into kernel calls that have about these shares of the pairs.
 
         Cut tasks where whole tasks are too uneven.
         """
         parts = []
         rest = self
-        for missing in range(count, 0, -1):
-            if not len(rest.q_lens):
-                break
-            part, rest = rest._first_part(rest.pairs / missing, window)
+        for number, share in enumerate(shares[:-1]):
+            part, rest = rest._first_part(rest.pairs * share / sum(shares[number:]), window)
             parts.append(part)
-        return parts
+        return [*parts, rest]
 
     def _first_part(self, due: float, window: int | None) -> tuple["CallTasks", "CallTasks"]:
         """Divide the tasks in two, the first of which has about as many pairs as are due."""
+        if due == 0:
+            return self._divided(0)
         pairs_up_to = np.cumsum(self.task_pairs)  # each task, itself included
         differences = np.abs(pairs_up_to - due)  # from what is due if the part ends at a task
         last = int(differences.argmin())
@@ -172,6 +174,8 @@ class Routes:
     queries: ExchangedRows  # rows of Q, and of O, dO and dQ; never to the rank itself
     # Tasks whose queries and keys lie in one segment of this rank; all rows are local.
     local: CallTasks
+    # Share of their pairs that no rank has fewer of.
+    common_local: float
     stages: tuple[Stage, ...]  # exchanges of K/V rows, in order, with the tasks of each
 
 
@@ -189,7 +193,7 @@ def make_routes(plan: Plan, rank: int) -> Routes:
     #    the order of their arrival.
     tasks = queries.compress(queries["target"] == rank)
     has_queries = tasks["source"] == rank
-    local = tasks.compress(has_queries & (tasks["keys_stop"] < tasks["stop"]))
+    local = tasks.compress(_is_local(tasks))
     remote_kv = tasks.compress(has_queries & (tasks["keys_stop"] > tasks["keys_start"]))
     remote_query = _ordered(tasks.compress(~has_queries), "source")
     remote_query["offset"] = rows_before(remote_query)
@@ -229,6 +233,7 @@ def make_routes(plan: Plan, rank: int) -> Routes:
         local_rows=int(plan.layout.tokens[rank]) if rank < plan.layout.ranks else 0,
         queries=_exchanged(queries.compress(queries["source"] != queries["target"]), rank, plan),
         local=_in_place(local, plan.window),
+        common_local=_common_local(queries, plan, rank),
         stages=tuple(made),
     )
 
@@ -328,6 +333,22 @@ def _positions(rows: Table, arrivals: Table, task: IntArray | None = None) -> In
         order = np.lexsort((position, task[entry]))
         position, lengths = position[order], lengths[order]
     return expand(position, lengths)
+
+
+def _is_local(tasks: Table) -> NDArray[np.bool_]:
+    """Return which tasks, or parts of them, read keys that lie with their queries."""
+    has_queries = tasks["source"] == tasks["target"]
+    return np.asarray(has_queries & (tasks["keys_stop"] < tasks["stop"]))
+
+
+def _common_local(tasks: Table, plan: Plan, rank: int) -> float:
+    """Return the share of a rank's pairs of local tasks that no rank has fewer of."""
+    local = tasks.compress(_is_local(tasks))
+    keys = local["stop"] - local["keys_stop"]
+    local_pairs = pairs(keys - row_counts(local), keys, plan.window)
+    pairs_of_workers = np.bincount(local["target"], local_pairs, plan.workers)
+    mine = float(pairs_of_workers[rank])
+    return float(pairs_of_workers[: plan.layout.ranks].min()) / mine if mine else 1.0
 
 
 def _in_place(local: Table, window: int | None) -> CallTasks:

@@ -18,17 +18,9 @@ sent in part 1, and a further one after each computed stage. dK and dV of a stag
 next stage is computed.
 
 A stage arrives once all ranks have sent it. If a rank with many local tasks computed them at once,
-it would send its stages late, and all other ranks would wait. So with many stages a part of the
-local tasks is computed before each, and all ranks come to a stage at about the same time.
-
-If ranks forward K and V inside their nodes, a stage travels in two hops, each during another
-stage's computation. Five stages then travel or are in use at once, in either direction:
-
-    before a stage     receive its forwarded rows; receive the next stage and forward it; send the
-                       stage after the next one
-    after a stage,     return dK and dV of the stage to its gateways; receive such returns of the
-    in the backward    stage before and send them on to the ranks that hold its rows; receive the
-                       returns that gateways send on, of the stage before that one
+it would send its stages late, and all other ranks would wait. So with many stages, what a rank has
+beyond the local tasks of other ranks is divided into parts, one before each stage. All ranks then
+come to a stage at about the same time.
 """
 
 from collections.abc import Sequence
@@ -36,7 +28,10 @@ from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from typing import Literal
 
+import numpy as np
+
 from hf_distca.plan import Direction
+from hf_distca.plan.intervals import FloatArray
 
 Turn = Literal["alone", "first", "second"]
 """Position of a nano-batch in a layer: it is alone, begins the forward, or follows."""
@@ -47,8 +42,7 @@ Results and gradients of queries go to the location of the queries, gradients of
 the keys.
 """
 TaskName = Literal["local", "local part", "remote-KV", "remote-query", "remote-query prefix"]
-"""Tasks of one kernel call, see `hf_distca.plan.routes`. Parts of the local tasks have about equal
-pairs."""
+"""Tasks of one kernel call, see `hf_distca.plan.routes`; for parts, see `local_shares`."""
 CallKey = tuple[TaskName, int]
 """Key of a kernel call: its tasks, and the stage of their K/V rows; 0 for all local tasks, and the
 number of a part of them."""
@@ -56,8 +50,10 @@ AHEAD = 2
 """Number of stages sent before the first is computed, so that one travels while one is computed.
 Then one more is sent with each computed stage."""
 MANY_STAGES = 5
-"""Number of stages from which on a part of the local tasks comes before each. With fewer stages
+"""Number of stages from which on parts of the local tasks come between stages. With fewer stages
 local tasks hide the first exchange better if they are computed at once."""
+LEAST_SPREAD = 1 / 32
+"""Least share of a rank's local tasks that is worth further kernel calls between stages."""
 TO_SERVERS = " to servers"
 FROM_SERVERS = " from servers"
 """Suffixes in names of transfers, and of phases that begin and end a call to servers."""
@@ -82,8 +78,8 @@ In the backward the second nano-batch starts. Nothing follows the first one's ba
 tasks hide the return of its dK and dV. A lone nano-batch hides the way there behind one part and
 the way back behind the other.
 
-Between stages there is a further part before each stage but the first. The forward then has the
-parts of the backward.
+If local tasks come between stages, there is a further part before each stage but the first. The
+forward then has the parts of the backward.
 """
 
 
@@ -97,13 +93,37 @@ def has_local_tasks_between_stages(stages: int, *, windowed: bool) -> bool:
 
 def local_places(
     direction: Direction, turn: Turn, stages: int, *, windowed: bool
-) -> tuple[Place, ...]:
-    """Return where local tasks are computed, a part at each place, in order."""
+) -> dict[Place, int]:
+    """Return the number of the part of the local tasks at each place, in order.
+
+    A part between stages has the number of the stage that follows.
+    """
     if not has_local_tasks_between_stages(stages, windowed=windowed):
-        return LOCAL_TASKS[direction, turn]
-    places = LOCAL_TASKS["backward" if turn == "alone" else direction, turn]
-    before = tuple(place for place in places if place != "after remote-KV")
-    return (*before, *range(1, stages), *places[len(before) :])
+        return {place: part for part, place in enumerate(LOCAL_TASKS[direction, turn])}
+    ends = LOCAL_TASKS["backward" if turn == "alone" else direction, turn]
+    parts: dict[Place, int] = {place: place for place in range(1, stages)}
+    if ends[-1] == "after remote-KV":
+        parts[ends[-1]] = stages if len(ends) == 2 else 0
+    return parts if ends[0] == "after remote-KV" else {ends[0]: 0, **parts}
+
+
+def local_shares(
+    turn: Turn, stages: int, common: FloatArray, *, windowed: bool
+) -> dict[int, FloatArray]:
+    """Return each part's share of the pairs of a rank's local tasks, by the part's number.
+
+    Args:
+        common: [ranks] share of the pairs that no rank has fewer of; any shape will do.
+    """
+    ends = len(LOCAL_TASKS["backward", turn])
+    if not has_local_tasks_between_stages(stages, windowed=windowed):
+        return {part: np.full_like(common, 1 / ends) for part in range(ends)}
+    common = np.where(1 - common < LEAST_SPREAD, 1.0, common)
+    last = stages if ends == 2 else stages - 1
+    spread = (1 - common) / (last + 1)
+    return {
+        part: spread + common / ends if part in (0, stages) else spread for part in range(last + 1)
+    }
 
 
 @dataclass(frozen=True)
@@ -313,13 +333,13 @@ def _local_calls(
 ) -> dict[Place, tuple[KernelCall, ...]]:
     """Return the kernel calls on local tasks by their place in the schedule."""
     places = local_places(direction, turn, stages, windowed=windowed)
-    if len(places) == 1 or ("local part", 0) not in calls:
-        return {places[0]: _chosen(calls, KernelCall("local", "local", "local"))}
+    if len(places) == 1 or all(tasks != "local part" for tasks, _ in calls):
+        return {next(iter(places)): _chosen(calls, KernelCall("local", "local", "local"))}
     # A stage that comes before a part has results for rows of the part.
     first = not has_local_tasks_between_stages(stages, windowed=windowed)
     return {
         place: _chosen(calls, KernelCall("local part", "local", "local", first=first, stage=part))
-        for part, place in enumerate(places)
+        for place, part in places.items()
     }
 
 

@@ -22,7 +22,7 @@ from hf_distca.plan.schedule import (
     Transfer,
     Turn,
     has_local_tasks_between_stages,
-    local_places,
+    local_shares,
     make_schedule,
 )
 from hf_distca.plan.stages import stage_rows
@@ -110,6 +110,7 @@ class LayerClocks:
         self._arrivals: dict[Key, FloatArray] = {}  # of transfers that are under way
         # When they departed, and the seconds of the rank's own time that they take.
         self._departures: dict[Key, tuple[FloatArray, FloatArray]] = {}
+        self._local_shares = cache(self._count_local_shares)
         self._kernel_seconds = cache(self._count_kernel_seconds)
         self._transfer_size = cache(self._count_transfer_size)
 
@@ -150,7 +151,8 @@ class LayerClocks:
             for transfer in phase.wait:
                 self._wait((index, transfer.name))
             for call in phase.run:
-                seconds = self._kernel_seconds(index, call.tasks)
+                part = call.stage if call.tasks == "local part" else 0
+                seconds = self._kernel_seconds(index, call.tasks, part)
                 self._attention += seconds
                 self._clock = self._clock + seconds
             for transfer in phase.send:
@@ -168,7 +170,7 @@ class LayerClocks:
         return make_schedule(
             self._direction,
             self._turn(index),
-            calls=_calls(counts.stages, self._local_parts(index)),
+            calls=_calls(counts.stages, len(self._local_shares(index))),
             windowed=counts.windowed,
             stages=counts.stages,
             forwards=counts.forwards,
@@ -179,17 +181,30 @@ class LayerClocks:
         """Return the position of a nano-batch in the layer."""
         return "alone" if len(self._nano_batches) == 1 else ("first", "second")[index]
 
-    def _local_parts(self, index: int) -> int:
-        """Return in how many parts the backward of a nano-batch computes local tasks."""
-        counts = self._nano_batches[index]
-        turn = self._turn(index)
-        return len(local_places("backward", turn, counts.stages, windowed=counts.windowed))
+    def _count_local_shares(self, index: int) -> dict[int, FloatArray]:
+        """Return the shares of the parts in which a nano-batch computes local tasks.
 
-    def _count_kernel_seconds(self, index: int, tasks: str) -> FloatArray:
-        """Return the seconds of a nano-batch's kernel call."""
+        In the forward of few stages there is one part, of all of them.
+        """
         counts = self._nano_batches[index]
-        tasks_of_call = _tasks(counts, tasks, self._local_parts(index))
-        return self._kernel.seconds(tasks_of_call)[: counts.ranks] * self._slowness
+        local_pairs = counts.local.pairs
+        common = local_pairs[: counts.ranks].min() / np.maximum(local_pairs, 1.0)
+        turn = self._turn(index)
+        return local_shares(turn, counts.stages, common, windowed=counts.windowed)
+
+    def _count_kernel_seconds(self, index: int, name: str, part: int) -> FloatArray:
+        """Return the seconds of a nano-batch's kernel call.
+
+        Args:
+            part: number of the part of the local tasks; stages have equal tasks.
+        """
+        counts = self._nano_batches[index]
+        tasks = (
+            _part_of_local(counts, self._local_shares(index)[part])
+            if name == "local part"
+            else _tasks(counts, name)
+        )
+        return self._kernel.seconds(tasks)[: counts.ranks] * self._slowness
 
     def _count_transfer_size(
         self, index: int, rows: str, columns: tuple[str, ...]
@@ -295,28 +310,31 @@ def _calls(stages: int, local_parts: int) -> frozenset[CallKey]:
     return frozenset(calls)
 
 
-def _tasks(counts: CountedPlan, name: str, local_parts: int) -> Tasks:
-    """Return the tasks of a kernel call; a stage, or a part of the local tasks, has an equal share.
+def _part_of_local(counts: CountedPlan, share: FloatArray) -> Tasks:
+    """Return a part of the local tasks.
 
     Args:
-        local_parts: number of parts of the local tasks.
+        share: [workers] of the part.
     """
+    tasks = counts.local
+    # A rank without remote tasks makes one call, which counts in each part, if none of its local
+    # tasks come between stages.
+    one_call = counts.remote_kv.tasks + counts.remote_query.tasks == 0
+    one_call &= not has_local_tasks_between_stages(counts.stages, windowed=counts.windowed)
+    return Tasks(
+        rows=tasks.rows * share,
+        keys=tasks.keys * share,
+        pairs=tasks.pairs * share,
+        calls=np.where(one_call, tasks.calls * share, tasks.calls * (share > 0)),
+        diagonal=tasks.diagonal * share,
+        tasks=tasks.tasks * share,
+    )
+
+
+def _tasks(counts: CountedPlan, name: str) -> Tasks:
+    """Return the tasks of a kernel call; a stage has an equal share of them."""
     if name == "local":
         return counts.local
-    if name == "local part":
-        tasks = counts.local
-        # A rank without remote tasks makes one call, which counts in equal shares, if none of its
-        # local tasks come between stages.
-        one_call = counts.remote_kv.tasks + counts.remote_query.tasks == 0
-        one_call &= not has_local_tasks_between_stages(counts.stages, windowed=counts.windowed)
-        return Tasks(
-            rows=tasks.rows / local_parts,
-            keys=tasks.keys / local_parts,
-            pairs=tasks.pairs / local_parts,
-            calls=np.where(one_call, tasks.calls / local_parts, tasks.calls),
-            diagonal=tasks.diagonal / local_parts,
-            tasks=tasks.tasks / local_parts,
-        )
     tasks = counts.remote_kv if name == "remote-KV" else counts.remote_query
     # Each stage reads all queries of all tasks again, and only its own keys.
     return replace(

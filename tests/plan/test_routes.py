@@ -71,13 +71,14 @@ def parts(q_lens, k_lens, count=2, window=None):
     return [
         (list(zip(*(tensor.tolist() for tensor in (part.q_lens, part.k_lens)), strict=True)),
          *(tensor.tolist() for tensor in (part.q_rows, part.k_rows, part.task_pairs)))
-        for part in group.parts(count, window)
+        for part in group.parts([1 / count] * count, window)
     ]  # fmt: skip
 
 
 def test_parts_of_about_equal_pairs():
-    assert parts([], []) == []
-    assert parts([1], [1]) == [([(1, 1)], [0], [0], [1])]
+    nothing = ([], [], [], [])
+    assert parts([], []) == [nothing] * 2
+    assert parts([1], [1]) == [([(1, 1)], [0], [0], [1]), nothing]
     assert parts([2, 2], [2, 2]) == [
         ([(2, 2)], [0, 1], [0, 1], [3]),
         ([(2, 2)], [2, 3], [2, 3], [3]),
@@ -102,7 +103,7 @@ def test_parts_of_about_equal_pairs():
     assert [part[0] for part in parts([4], [4], window=1)] == [[(2, 2)], [(2, 4)]]
     # 1 + 2 and 3 and 4 pairs of 10, then no more parts than rows.
     assert [part[0] for part in parts([4], [4], 3)] == [[(2, 2)], [(1, 3)], [(1, 4)]]
-    assert [part[0] for part in parts([2], [2], 3)] == [[(1, 1)], [(1, 2)]]
+    assert [part[0] for part in parts([2], [2], 3)] == [[(1, 1)], [(1, 2)], []]
     # Whole tasks where they are even enough: 10 and 9 of 19 pairs, and 9 + 9 of 27 are too many.
     assert [part[0] for part in parts([4, 1], [4, 9])] == [[(4, 4)], [(1, 9)]]
 

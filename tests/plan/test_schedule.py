@@ -3,6 +3,7 @@
 import itertools
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from hf_distca.plan.schedule import (
@@ -11,6 +12,7 @@ from hf_distca.plan.schedule import (
     Phase,
     Transfer,
     local_places,
+    local_shares,
     make_schedule,
 )
 from hf_distca.plan.stages import stage_slots
@@ -207,7 +209,10 @@ def test_with_many_stages_a_part_of_the_local_tasks_comes_before_each(direction,
         )
         assert made_calls[first_of_stage - 1].tasks == "local part"
     parts = [call for call in made_calls if call.tasks == "local part"]
-    assert [part.stage for part in parts] == [*range(7 if turn == "alone" else 6)]
+    expected = [*range(7 if turn == "alone" else 6)]
+    if (direction, turn) == ("backward", "first"):
+        expected = [*expected[1:], 0]  # the first part hides what returns at the end
+    assert [part.stage for part in parts] == expected
     assert not any(part.first for part in parts)
     whole = frozenset([("local", 0), *calls_of(direction, turn, 6)])
     windowed = calls(made(direction, "first", 6, forwards, windowed=True, calls=whole))
@@ -289,8 +294,9 @@ def test_ranks_issue_the_same_transfers_whatever_tasks_they_have(direction, turn
             if verb != "run"
         ]
         transfers_of_schedules.add((pauses[-1], *transfers))
-        divided = (direction, turn) == ("backward", "alone") and ("local part", 0) in keys
-        local = {("local part", 0), ("local part", 1)} if divided else {("local", 0)}
+        parts = {("local part", 0), ("local part", 1)}
+        divided = (direction, turn) == ("backward", "alone") and not parts.isdisjoint(keys)
+        local = parts if divided else {("local", 0)}
         expected = {*local, ("remote-KV", 0), ("remote-query", 0)}
         assert sorted(call.key for call in calls(schedule)) == sorted(keys & expected)
     ((pause_count, *_),) = transfers_of_schedules
@@ -371,3 +377,21 @@ def places_of_stage(order, stage, forwards, direction, kept_rows) -> dict[str, l
         "run": runs,
         "gradients": places_of(gradient_hops) if direction == "backward" else [],
     }
+
+
+def test_shares_of_the_parts_of_local_tasks():
+    """A rank has four times the local tasks of another: a fourth hides exchanges, at both ends."""
+    common = np.array([0.25, 1.0, 0.99])
+    alone = local_shares("alone", 6, common, windowed=False)
+    assert [alone[part].tolist() for part in (0, 1, 6)] == [
+        pytest.approx([0.125 + 0.75 / 7, 0.5, 0.5]),
+        pytest.approx([0.75 / 7, 0, 0]),  # a hundredth is not worth kernel calls
+        pytest.approx([0.125 + 0.75 / 7, 0.5, 0.5]),
+    ]
+    first = local_shares("first", 6, common, windowed=False)
+    assert [share[0] for share in first.values()] == pytest.approx([0.375, *[0.125] * 5])
+    for shares in (alone, first):
+        assert sum(shares.values()) == pytest.approx(1)
+    for turn, shares in (("alone", [0.5, 0.5]), ("first", [1])):
+        assert [*local_shares(turn, 4, common[0], windowed=False).values()] == shares
+        assert [*local_shares(turn, 6, common[0], windowed=True).values()] == shares

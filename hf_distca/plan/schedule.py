@@ -100,11 +100,11 @@ def local_places(
     """
     if not has_local_tasks_between_stages(stages, windowed=windowed):
         return {place: part for part, place in enumerate(LOCAL_TASKS[direction, turn])}
-    ends = LOCAL_TASKS["backward" if turn == "alone" else direction, turn]
-    parts: dict[Place, int] = {place: place for place in range(1, stages)}
-    if ends[-1] == "after remote-KV":
-        parts[ends[-1]] = stages if len(ends) == 2 else 0
-    return parts if ends[0] == "after remote-KV" else {ends[0]: 0, **parts}
+    between: dict[Place, int] = {stage: stage for stage in range(1, stages)}
+    if turn == "alone":
+        return {"before pause": 0, **between, "after remote-KV": stages}
+    (place,) = LOCAL_TASKS[direction, turn]
+    return {**between, place: 0} if place == "after remote-KV" else {place: 0, **between}
 
 
 def local_shares(
@@ -115,15 +115,14 @@ def local_shares(
     Args:
         common: [ranks] share of the pairs that no rank has fewer of; any shape will do.
     """
-    ends = len(LOCAL_TASKS["backward", turn])
     if not has_local_tasks_between_stages(stages, windowed=windowed):
-        return {part: np.full_like(common, 1 / ends) for part in range(ends)}
+        parts = len(LOCAL_TASKS["backward", turn])
+        return {part: np.full_like(common, 1 / parts) for part in range(parts)}
     common = np.where(1 - common < LEAST_SPREAD, 1.0, common)
-    last = stages if ends == 2 else stages - 1
-    spread = (1 - common) / (last + 1)
-    return {
-        part: spread + common / ends if part in (0, stages) else spread for part in range(last + 1)
-    }
+    # Parts before and after all stages hide exchanges, and are as large on all ranks.
+    ends, parts = ((0, stages), stages + 1) if turn == "alone" else ((0,), stages)
+    spread = (1 - common) / parts
+    return {part: spread + common / len(ends) if part in ends else spread for part in range(parts)}
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,15 @@ A stage arrives once all ranks have sent it. If a rank with many local tasks com
 it would send its stages late, and all other ranks would wait. So with many stages, what a rank has
 beyond the local tasks of other ranks is divided into parts, one before each stage. All ranks then
 come to a stage at about the same time.
+
+If ranks forward K and V inside their nodes, a stage travels in two hops, each during another
+stage's computation. Five stages then travel or are in use at once, in either direction:
+
+    before a stage     receive its forwarded rows; receive the next stage and forward it; send the
+                       stage after the next one
+    after a stage,     return dK and dV of the stage to its gateways; receive such returns of the
+    in the backward    stage before and send them on to the ranks that hold its rows; receive the
+                       returns that gateways send on, of the stage before that one
 """
 
 from collections.abc import Sequence

@@ -11,7 +11,7 @@ runs the same model document by document by PyTorch's own attention. The referen
 of core attention: the last layer computes sampled rows only, and the first layer's backward is
 computed for sampled rows only, by dense formulas. The loss of the reference is exact. So are its
 gradients of the embeddings of sampled rows, and of all weights behind the first core attention.
-These are compared with those of the step.
+The benchmark compares the loss and these gradients of the step with the reference.
 
 Memory is the most that a rank's process held, above what it held before the step; on a CPU the
 checkpoints that left are part of it. Times are of this machine, on which ranks share cores.
@@ -48,7 +48,7 @@ RANKS = 4
 LONG_SHARE = 600_000 / 1_048_576
 SAMPLES = 64
 COMMON_TOKENS = 512
-"""Tokens that many rows have; each sampled row has a further one of its own."""
+"""Token ids that several rows may have. Each sampled row has a token id that no other row has."""
 WINDOW = 128
 SIZES = {
     "hidden_size": 32,
@@ -108,7 +108,7 @@ def lengths_of(tokens: int, short: int) -> list[int]:
 
 
 def sampled_documents(lengths: list[int]) -> list[Tensor]:
-    """Documents whose sampled rows have tokens of their own; no document ends with such a row."""
+    """Documents with a unique token in each sampled row; a last row is never sampled."""
     documents = documents_of(lengths, COMMON_TOKENS)
     generator = torch.Generator().manual_seed(2)
     ends = torch.tensor(lengths).cumsum(0) - 1
@@ -138,9 +138,7 @@ class Measured(TrainerCallback):
         self.seconds = time.perf_counter() - self._began
         self.peak_bytes = peak() - self._before
         named = model.named_parameters()
-        self.gradients = {
-            name.removeprefix("module."): weight.grad.clone() for name, weight in named
-        }
+        self.gradients = {name: weight.grad.clone() for name, weight in named}
 
 
 def planned_step(lengths: list[int], folder: str) -> Step:

@@ -325,8 +325,8 @@ def _local_tasks(
 ) -> dict[CallKey, CallTasks]:
     """Return the tasks of the backward's kernel calls on local rows."""
     stages, windowed = len(routes.stages), window is not None
-    common = np.asarray(routes.common_local)
-    shares = local_shares(turn, stages, common, windowed=windowed)
+    pairs = np.array(routes.local.pairs, np.float64)
+    shares = local_shares(turn, stages, pairs, routes.least_local_pairs, windowed=windowed)
     # Parts hide exchanges, if there are any, or let other ranks go on with the next stage.
     needs_parts = has_local_tasks_between_stages(stages, windowed=windowed) or any(
         len(tasks.q_lens) for tasks in remote.values()

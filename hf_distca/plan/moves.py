@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hf_distca.plan import TASK, Branches, Plan
+from hf_distca.plan.cost import pairs
 from hf_distca.plan.intervals import (
     ROW_LIMIT,
     ROWS,
@@ -70,6 +71,16 @@ _GOLDEN = (5**0.5 - 1) / 2
 many there are."""
 _RANKS_AS_BITS = 62
 """Bits of a number that stand for ranks: an int64 has 63, and a node has fewer ranks."""
+
+
+def held_pairs(queries: Table, window: int | None) -> IntArray:
+    """Return the query-key pairs of each move of queries with K/V rows that are read in place.
+
+    The queries end where these K/V rows end.
+    """
+    held_keys = queries["stop"] - queries["keys_stop"]
+    all_pairs = pairs(held_keys - row_counts(queries), held_keys, window)
+    return np.where(held_keys > 0, all_pairs, 0)
 
 
 def rows_to_move(plan: Plan) -> tuple[Table, Table, Table]:

@@ -15,7 +15,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from hf_distca.plan import Branches, Plan
 from hf_distca.plan.cost import pairs
@@ -33,7 +32,7 @@ from hf_distca.plan.intervals import (
     rows_before_in,
     table_of,
 )
-from hf_distca.plan.moves import MOVE, rows_to_move
+from hf_distca.plan.moves import MOVE, held_pairs, rows_to_move
 from hf_distca.plan.paths import along_paths
 
 UNEVEN = 0.25
@@ -66,11 +65,12 @@ class CallTasks:
         Cut tasks where whole tasks are too uneven.
         """
         parts = []
-        rest = self
+        tasks_left = self
         for number, share in enumerate(shares[:-1]):
-            part, rest = rest._first_part(rest.pairs * share / sum(shares[number:]), window)
+            due = tasks_left.pairs * share / sum(shares[number:])
+            part, tasks_left = tasks_left._first_part(due, window)
             parts.append(part)
-        return [*parts, rest]
+        return [*parts, tasks_left]
 
     def _first_part(self, due: float, window: int | None) -> tuple["CallTasks", "CallTasks"]:
         """Divide the tasks in two, the first of which has about as many pairs as are due."""
@@ -174,8 +174,7 @@ class Routes:
     queries: ExchangedRows  # rows of Q, and of O, dO and dQ; never to the rank itself
     # Tasks whose queries and keys lie in one segment of this rank; all rows are local.
     local: CallTasks
-    # Share of their pairs that no rank has fewer of.
-    common_local: float
+    least_local_pairs: int  # query-key pairs of the local tasks of the rank with the fewest
     stages: tuple[Stage, ...]  # exchanges of K/V rows, in order, with the tasks of each
 
 
@@ -193,7 +192,7 @@ def make_routes(plan: Plan, rank: int) -> Routes:
     #    the order of their arrival.
     tasks = queries.compress(queries["target"] == rank)
     has_queries = tasks["source"] == rank
-    local = tasks.compress(_is_local(tasks))
+    local = tasks.compress(has_queries & (tasks["keys_stop"] < tasks["stop"]))
     remote_kv = tasks.compress(has_queries & (tasks["keys_stop"] > tasks["keys_start"]))
     remote_query = _ordered(tasks.compress(~has_queries), "source")
     remote_query["offset"] = rows_before(remote_query)
@@ -233,7 +232,7 @@ def make_routes(plan: Plan, rank: int) -> Routes:
         local_rows=int(plan.layout.tokens[rank]) if rank < plan.layout.ranks else 0,
         queries=_exchanged(queries.compress(queries["source"] != queries["target"]), rank, plan),
         local=_in_place(local, plan.window),
-        common_local=_common_local(queries, plan, rank),
+        least_local_pairs=_least_local_pairs(queries, plan),
         stages=tuple(made),
     )
 
@@ -335,20 +334,10 @@ def _positions(rows: Table, arrivals: Table, task: IntArray | None = None) -> In
     return expand(position, lengths)
 
 
-def _is_local(tasks: Table) -> NDArray[np.bool_]:
-    """Return which tasks, or parts of them, read keys that lie with their queries."""
-    has_queries = tasks["source"] == tasks["target"]
-    return np.asarray(has_queries & (tasks["keys_stop"] < tasks["stop"]))
-
-
-def _common_local(tasks: Table, plan: Plan, rank: int) -> float:
-    """Return the share of a rank's pairs of local tasks that no rank has fewer of."""
-    local = tasks.compress(_is_local(tasks))
-    keys = local["stop"] - local["keys_stop"]
-    local_pairs = pairs(keys - row_counts(local), keys, plan.window)
-    pairs_of_workers = np.bincount(local["target"], local_pairs, plan.workers)
-    mine = float(pairs_of_workers[rank])
-    return float(pairs_of_workers[: plan.layout.ranks].min()) / mine if mine else 1.0
+def _least_local_pairs(tasks: Table, plan: Plan) -> int:
+    """Return the pairs of the local tasks of the rank with the fewest."""
+    pairs_of_workers = np.bincount(tasks["target"], held_pairs(tasks, plan.window), plan.workers)
+    return int(pairs_of_workers[: plan.layout.ranks].min())
 
 
 def _in_place(local: Table, window: int | None) -> CallTasks:
@@ -360,7 +349,7 @@ def _in_place(local: Table, window: int | None) -> CallTasks:
         k_lens,
         q_rows=expand(local["offset"], q_lens),
         k_rows=expand(local["offset"] - local["start"] + local["keys_stop"], k_lens),
-        task_pairs=pairs(k_lens - q_lens, k_lens, window),
+        task_pairs=held_pairs(local, window),
     )
 
 

@@ -103,7 +103,7 @@ def has_local_tasks_between_stages(stages: int, *, windowed: bool) -> bool:
 def local_places(
     direction: Direction, turn: Turn, stages: int, *, windowed: bool
 ) -> dict[Place, int]:
-    """Return the number of the part of the local tasks at each place, in order.
+    """Return the number of the part of the local tasks at each place.
 
     A part between stages has the number of the stage that follows.
     """
@@ -113,20 +113,22 @@ def local_places(
     if turn == "alone":
         return {"before pause": 0, **between, "after remote-KV": stages}
     (place,) = LOCAL_TASKS[direction, turn]
-    return {**between, place: 0} if place == "after remote-KV" else {place: 0, **between}
+    return {place: 0, **between}
 
 
 def local_shares(
-    turn: Turn, stages: int, common: FloatArray, *, windowed: bool
+    turn: Turn, stages: int, pairs: FloatArray, least_pairs: float, *, windowed: bool
 ) -> dict[int, FloatArray]:
     """Return each part's share of the pairs of a rank's local tasks, by the part's number.
 
     Args:
-        common: [ranks] share of the pairs that no rank has fewer of; any shape will do.
+        pairs: [ranks] query-key pairs of the local tasks of each rank; any shape will do.
+        least_pairs: the fewest pairs of a rank.
     """
     if not has_local_tasks_between_stages(stages, windowed=windowed):
         parts = len(LOCAL_TASKS["backward", turn])
-        return {part: np.full_like(common, 1 / parts) for part in range(parts)}
+        return {part: np.full(pairs.shape, 1 / parts) for part in range(parts)}
+    common = least_pairs / np.maximum(pairs, 1.0)  # share of a rank's pairs that all ranks have
     common = np.where(1 - common < LEAST_SPREAD, 1.0, common)
     # Parts before and after all stages hide exchanges, and are as large on all ranks.
     ends, parts = ((0, stages), stages + 1) if turn == "alone" else ((0,), stages)

@@ -12,7 +12,7 @@ from hf_distca.plan import AttentionKind, NanoBatch, Plan
 from hf_distca.plan.cost import RowBytes, pairs
 from hf_distca.plan.intervals import IntArray, Table, row_counts
 from hf_distca.plan.metrics import RowsMoved, rows_between, rows_by_link
-from hf_distca.plan.moves import rows_to_move
+from hf_distca.plan.moves import held_pairs, rows_to_move
 from hf_distca.predict.seconds import DIAGONAL_ROWS, Tasks
 
 
@@ -133,8 +133,7 @@ def _groups_of_tasks(tasks: Table, plan: Plan) -> tuple[Tasks, Tasks, Tasks]:
     received_keys = tasks["keys_stop"] - tasks["keys_start"]
     held_keys = tasks["stop"] - tasks["keys_stop"]
     all_pairs = pairs(tasks["start"], tasks["stop"], plan.window)
-    # Queries end where their held keys end.
-    held_pairs = np.where(held_keys > 0, pairs(held_keys - rows, held_keys, plan.window), 0)
+    local_pairs = held_pairs(tasks, plan.window)
     diagonal = rows * np.minimum(rows, DIAGONAL_ROWS)
 
     def sums_over(
@@ -156,12 +155,12 @@ def _groups_of_tasks(tasks: Table, plan: Plan) -> tuple[Tasks, Tasks, Tasks]:
             tasks=count,
         )
 
-    local = sums_over(held_keys > 0, held_keys, held_pairs, diagonal)
+    local = sums_over(held_keys > 0, held_keys, local_pairs, diagonal)
     # The diagonal of remote-KV tasks is computed with their held keys.
     remote_kv = sums_over(
         has_own_queries & (received_keys > 0),
         received_keys,
-        all_pairs - held_pairs,
+        all_pairs - local_pairs,
         np.zeros_like(rows),
     )
     remote_query = sums_over(~has_own_queries, received_keys, all_pairs, diagonal)

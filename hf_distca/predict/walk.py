@@ -182,15 +182,12 @@ class LayerClocks:
         return "alone" if len(self._nano_batches) == 1 else ("first", "second")[index]
 
     def _count_local_shares(self, index: int) -> dict[int, FloatArray]:
-        """Return the shares of the parts in which a nano-batch computes local tasks.
-
-        In the forward of few stages there is one part, of all of them.
-        """
+        """Return the shares of the parts of a nano-batch's local tasks, by the part's number."""
         counts = self._nano_batches[index]
         local_pairs = counts.local.pairs
-        common = local_pairs[: counts.ranks].min() / np.maximum(local_pairs, 1.0)
+        least_pairs = float(local_pairs[: counts.ranks].min())
         turn = self._turn(index)
-        return local_shares(turn, counts.stages, common, windowed=counts.windowed)
+        return local_shares(turn, counts.stages, local_pairs, least_pairs, windowed=counts.windowed)
 
     def _count_kernel_seconds(self, index: int, name: str, part: int) -> FloatArray:
         """Return the seconds of a nano-batch's kernel call.
@@ -303,8 +300,7 @@ def _results_of_servers(schedule: Schedule) -> Transfer:
 def _calls(stages: int, local_parts: int) -> frozenset[CallKey]:
     """Return the keys of all kernel calls that a rank may make."""
     calls: list[CallKey] = [("local", 0)]
-    if local_parts > 1:
-        calls += [("local part", part) for part in range(local_parts)]
+    calls += [("local part", part) for part in range(local_parts)]
     for stage in range(stages):
         calls += [("remote-KV", stage), ("remote-query", stage)]
     return frozenset(calls)

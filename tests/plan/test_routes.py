@@ -104,6 +104,7 @@ def test_parts_of_about_equal_pairs():
     # 1 + 2 and 3 and 4 pairs of 10, then no more parts than rows.
     assert [part[0] for part in parts([4], [4], 3)] == [[(2, 2)], [(1, 3)], [(1, 4)]]
     assert [part[0] for part in parts([2], [2], 3)] == [[(1, 1)], [(1, 2)], []]
+    assert [len(part[0]) for part in parts([1] * 8, [1] * 8, 4)] == [2, 2, 2, 2]
     # Whole tasks where they are even enough: 10 and 9 of 19 pairs, and 9 + 9 of 27 are too many.
     assert [part[0] for part in parts([4, 1], [4, 9])] == [[(4, 4)], [(1, 9)]]
 

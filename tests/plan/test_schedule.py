@@ -381,17 +381,17 @@ def places_of_stage(order, stage, forwards, direction, kept_rows) -> dict[str, l
 
 def test_shares_of_the_parts_of_local_tasks():
     """A rank has four times the local tasks of another: a fourth hides exchanges, at both ends."""
-    common = np.array([0.25, 1.0, 0.99])
-    alone = local_shares("alone", 6, common, windowed=False)
+    pairs = np.array([400.0, 100.0, 101.0])
+    alone = local_shares("alone", 6, pairs, 100, windowed=False)
     assert [alone[part].tolist() for part in (0, 1, 6)] == [
         pytest.approx([0.125 + 0.75 / 7, 0.5, 0.5]),
         pytest.approx([0.75 / 7, 0, 0]),  # a hundredth is not worth kernel calls
         pytest.approx([0.125 + 0.75 / 7, 0.5, 0.5]),
     ]
-    first = local_shares("first", 6, common, windowed=False)
+    first = local_shares("first", 6, pairs, 100, windowed=False)
     assert [share[0] for share in first.values()] == pytest.approx([0.375, *[0.125] * 5])
     for shares in (alone, first):
         assert sum(shares.values()) == pytest.approx(1)
     for turn, shares in (("alone", [0.5, 0.5]), ("first", [1])):
-        assert [*local_shares(turn, 4, common[0], windowed=False).values()] == shares
-        assert [*local_shares(turn, 6, common[0], windowed=True).values()] == shares
+        assert [*local_shares(turn, 4, pairs[0], 100, windowed=False).values()] == shares
+        assert [*local_shares(turn, 6, pairs[0], 100, windowed=True).values()] == shares

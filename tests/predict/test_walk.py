@@ -178,10 +178,10 @@ def test_each_of_two_stages_has_half_of_the_tasks(kernel):
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 @pytest.mark.parametrize("others", [[], [counted((4, 4))]], ids=["alone", "two nano-batches"])
 def test_no_rank_waits_for_stages_of_a_rank_with_more_local_tasks(others, direction):
-    """Rank 0 computes 24 pairs of its own and one of each of 8 stages, rank 1 8 pairs and three.
+    """Rank 0 has 24 local pairs and one pair in each of 8 stages; rank 1 has 8 and three.
 
-    Rank 0 would send the third stage after 25 seconds if it computed its own pairs first; rank 1
-    would want it after 14.
+    If ranks computed local pairs first, rank 0 would send the third stage after 25 seconds, and
+    rank 1 would need that stage after 14.
     """
     keys = NOWHERE.copy()
     keys[0] = 8

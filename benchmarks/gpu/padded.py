@@ -65,9 +65,7 @@ def check_padded(setting: Setting) -> Findings:
             dispatcher = None
             if attention == "distca":
                 config = DistCAConfig(tokens_per_rank=sum(lengths))
-                dispatcher = pack_padded(
-                    model, config, setting.device, dtype=setting.dtype, checkpointing=True
-                )
+                dispatcher = pack_padded(model, config, setting.device, dtype=setting.dtype)
             batches = padded_batches(
                 lengths, setting.rollout_model["vocab_size"], setting.device,
                 to_all=to_all, at_once=at_once or len(lengths),

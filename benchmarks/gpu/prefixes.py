@@ -39,7 +39,7 @@ def check_prefixes(setting: Setting) -> Findings:
         with findings.trying(name):
             model = make_model(setting, "distca")
             config = DistCAConfig(tokens_per_rank=tokens, share_prefixes=shares)
-            pack_padded(model, config, setting.device, dtype=setting.dtype, checkpointing=True)
+            pack_padded(model, config, setting.device, dtype=setting.dtype)
             found[name] = {
                 "rows": rows_of(model, batch),
                 **measured(setting, model, [batch], targets_of(examples)),

@@ -51,11 +51,11 @@ FULL = (
 class HostMemory:
     """Host memory for checkpoints, which all micro-batches use again.
 
-    It never exceeds its limit. torch's own allocator of pinned memory has no limit, and keeps a
+    It exceeds its limit by a part of a block at most. torch's own allocator of pinned memory has no limit, and keeps a
     freed block until the device has run the block's copies.
 
     Args:
-        limit: bytes, rounded up to blocks.
+        limit: bytes.
         pinned: whether a device copies from and to the memory by itself.
     """
 
@@ -67,7 +67,7 @@ class HostMemory:
         chunk_bytes: int = CHUNK_BYTES,
         block_bytes: int = BLOCK_BYTES,
     ) -> None:
-        self.limit = -(-limit // block_bytes) * block_bytes
+        self.limit = limit
         self.reserved = 0
         self.chunk_bytes = chunk_bytes
         self._block_bytes, self._pinned = block_bytes, pinned
@@ -78,7 +78,7 @@ class HostMemory:
         """Return chunks [B] for so many bytes; None if the limit leaves too few."""
         chunks = -(-size // self.chunk_bytes)
         while len(self._free) < chunks:
-            if self.reserved + self._block_bytes > self.limit:
+            if self.reserved >= self.limit:
                 return None
             block_B = torch.empty(self._block_bytes, dtype=torch.uint8, pin_memory=self._pinned)
             self._free += block_B.split(self.chunk_bytes)

@@ -1,12 +1,13 @@
 """Checkpoints of a model's layers, under the names of the installed version of transformers."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from torch import nn
 from transformers import PreTrainedModel
 
 from hf_distca.dispatch.offload import BUFFERS
+from hf_distca.models.decoder import base_model, decoder_layers
 from hf_distca.plan import AttentionKind
 
 LATER = "activation_checkpointing"
@@ -87,8 +88,26 @@ def checkpoint_row_bytes(
     return hidden * hidden_bytes + (results if keep_core_attention else 0)
 
 
+def checkpointed_layers(layers: int, options: Mapping[str, Any] | None) -> int:
+    """Return how many of a model's layers get checkpoints.
+
+    Args:
+        layers: decoder layers of the model.
+        options: options of checkpoints, as transformers takes them; None without checkpoints.
+    """
+    return 0 if options is None else -(-layers // int(options.get("every_n_layers", 1)))
+
+
+def layers_with_checkpoints(model: nn.Module) -> int:
+    """Return how many decoder layers of a model have checkpoints now."""
+    if not is_checkpointing(model):
+        return 0
+    layers = decoder_layers(base_model(model))
+    return sum(getattr(layer, "gradient_checkpointing", True) for layer in layers)
+
+
 def offloaded_layers(layers: int) -> int:
-    """Return how many of a model's layers can have their checkpoints on the host.
+    """Return how many of a model's checkpointed layers can have their checkpoints on the host.
 
     The last layers' checkpoints stay on the device, because the backward begins with them.
     """

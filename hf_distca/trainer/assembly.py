@@ -22,7 +22,7 @@ from hf_distca.dispatch.groups import (
 )
 from hf_distca.dispatch.padded import PaddedBatches
 from hf_distca.models import fla
-from hf_distca.models.checkpointing import is_checkpointing
+from hf_distca.models.checkpointing import layers_with_checkpoints
 from hf_distca.models.decoder import mixing_layers
 from hf_distca.models.settings import plan_settings
 from hf_distca.models.sharing import shares_prefixes, why_sequences_stay_alone
@@ -35,7 +35,7 @@ from hf_distca.refusal import check
 from hf_distca.trainer import parallel
 from hf_distca.trainer.costs import choices_of
 from hf_distca.trainer.fitting import fit_into_memory
-from hf_distca.trainer.memory import checkpointing_of
+from hf_distca.trainer.memory import layers_to_checkpoint
 from hf_distca.trainer.offload import offload_activations
 from hf_distca.trainer.refusals import DISPATCHED, NOT_CONNECTED, Run, check_trainer
 from hf_distca.trainer.resuming import check_agreement
@@ -60,7 +60,7 @@ def make_dispatcher(
     *,
     dtype: torch.dtype | None = None,
     mesh: RankMesh | None = None,
-    checkpointing: bool | None = None,
+    checkpointed: int | None = None,
     folder: Path | None = None,
 ) -> Dispatcher:
     """Prepare a model for planned core attention and return its dispatcher.
@@ -78,8 +78,8 @@ def make_dispatcher(
             dtype.
         mesh: Ranks that train together: one dimension of a device mesh, or a process group. None
             takes all ranks.
-        checkpointing: Whether layers run again in the backward pass. None takes the model's current
-            setting.
+        checkpointed: Number of decoder layers that will have checkpoints: they run again in the
+            backward pass. None counts those that have checkpoints now.
         folder: Folder in which the measured costs of the device are kept for the same run. None
             keeps nothing.
 
@@ -115,19 +115,19 @@ def make_dispatcher(
     if dispatcher.groups.members == [0] and config.attention_servers == 0:
         logger.warning(ONE_RANK)
     dispatcher.limits = model_limits(model)
-    if checkpointing is None:
-        checkpointing = is_checkpointing(model)
+    if checkpointed is None:
+        checkpointed = layers_with_checkpoints(model)
     # Measuring the device draws random numbers, and rollouts and dropout of a seed stay what they
     # are without it.
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         dispatcher.choose_by(
-            choices_of(model, dispatcher, config, checkpointing=checkpointing, folder=folder)
+            choices_of(model, dispatcher, config, checkpointing=checkpointed > 0, folder=folder)
         )
     memory = smallest_memory(dispatcher.groups, device)
     with raised_together(config.exchange_timeout):
         prepare_model(model, config, ping_pong=settings.ping_pong, memory=memory)
     if config.offload_activations is True:
-        offload_activations(model, config, dispatcher, checkpointing=checkpointing)
+        offload_activations(model, config, dispatcher, checkpointed=checkpointed)
     return dispatcher
 
 
@@ -251,7 +251,7 @@ def prepare_trainer(trainer: Trainer, *, packs: bool) -> Dispatcher:
         args.device,
         dtype=parallel.dtype_of_computation(model, args, accelerator),
         mesh=parallel.data_parallel_mesh(accelerator),
-        checkpointing=checkpointing_of(args, accelerator) is not None,
+        checkpointed=layers_to_checkpoint(model, args, accelerator),
         folder=Path(str(args.output_dir)),
     )
     if args.device.type == "cuda":  # the memory of other devices is unknown

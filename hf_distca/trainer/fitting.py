@@ -13,7 +13,7 @@ from hf_distca.patches.chunked_mlp import chunk_layers
 from hf_distca.refusal import RefusedError
 from hf_distca.trainer.memory import (
     CountedMemory,
-    checkpointing_of,
+    layers_to_checkpoint,
     log_memory,
     sharing_of,
     warn_of_memory,
@@ -52,7 +52,7 @@ def fit_into_memory(
             model,
             args,
             dispatcher,
-            checkpointing=checkpointing_of(args, accelerator) is not None,
+            checkpointed=layers_to_checkpoint(model, args, accelerator),
             excess=0 if taken is None else taken.excess,
             # Other strategies cast the weights, and with them the hidden state.
             hidden_bytes=None if strategy == "ddp" else dispatcher.settings.bytes_per_value,

@@ -11,8 +11,12 @@ from hf_distca.dispatch.dispatcher import Dispatcher
 from hf_distca.memory import Strategy
 from hf_distca.memory.counter import MemoryCounter, Training, longest_documents
 from hf_distca.memory.launches import raised_in
-from hf_distca.models.checkpointing import CHECKPOINTING, checkpointing_options
-from hf_distca.models.decoder import base_model
+from hf_distca.models.checkpointing import (
+    CHECKPOINTING,
+    checkpointed_layers,
+    checkpointing_options,
+)
+from hf_distca.models.decoder import base_model, decoder_layers
 from hf_distca.models.tensor_parallel import is_divided_at_load
 from hf_distca.planner.micro_batch import plan_micro_batch
 from hf_distca.trainer.arguments import DistCAPaddedArguments
@@ -132,3 +136,9 @@ def checkpointing_of(args: Any, accelerator: Accelerator) -> dict[str, Any] | No
     if fsdp is not None and fsdp.activation_checkpointing:
         return {}
     return None
+
+
+def layers_to_checkpoint(model: nn.Module, args: Any, accelerator: Accelerator) -> int:
+    """Return how many decoder layers of a model transformers or FSDP will checkpoint."""
+    layers = decoder_layers(base_model(model))
+    return checkpointed_layers(len(layers), checkpointing_of(args, accelerator))

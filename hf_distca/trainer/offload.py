@@ -11,7 +11,7 @@ from hf_distca.config import DistCAConfig
 from hf_distca.dispatch.dispatcher import Dispatcher
 from hf_distca.dispatch.offload import CHUNK_BYTES, ActivationOffload, HostMemory
 from hf_distca.models.checkpointing import checkpoint_row_bytes, offloaded_layers
-from hf_distca.models.decoder import base_model, decoder_layers
+from hf_distca.models.decoder import base_model
 from hf_distca.patches.offload import offload_checkpoints
 from hf_distca.trainer.refusals import Run
 from hf_distca.units import AUTO
@@ -49,7 +49,7 @@ def offload_activations(
     config: DistCAConfig,
     dispatcher: Dispatcher,
     *,
-    checkpointing: bool,
+    checkpointed: int,
     excess: int = 0,
     hidden_bytes: int | None = None,
 ) -> None:
@@ -59,7 +59,7 @@ def offload_activations(
 
     Args:
         model: the model before it is wrapped; changed in place.
-        checkpointing: whether layers run again in the backward.
+        checkpointed: number of layers that have checkpoints.
         excess: bytes by which training exceeds the device's memory, for "auto"; the largest of all
             ranks counts.
         hidden_bytes: bytes of a value of the hidden state; None for the model's dtype.
@@ -68,9 +68,9 @@ def offload_activations(
         ValueError: on every rank, if layers have no checkpoints, or a host has too little memory.
     """
     setting = config.offload_activations
-    if setting is True and not checkpointing:
+    if setting is True and not checkpointed:
         raise Run.NO_CHECKPOINTS.error()
-    if setting is False or not checkpointing:
+    if setting is False or not checkpointed:
         return
     # 1. Choose the layers on all ranks alike.
     base: Any = base_model(model)
@@ -85,7 +85,7 @@ def offload_activations(
     layer_bytes = row_bytes * settings.tokens_per_rank
     mine = RankNeeds(socket.gethostname(), available_host_memory(), layer_bytes, excess)
     needs_of_ranks = dispatcher.groups.all_gather(mine, in_world=True)
-    layers = chosen_layers(needs_of_ranks, offloaded_layers(len(decoder_layers(base))), setting)
+    layers = chosen_layers(needs_of_ranks, offloaded_layers(checkpointed), setting)
     if layers == 0:
         return
     # 2. Reserve host memory for the layers, and change the model.
@@ -133,7 +133,7 @@ def chosen_layers(needs_of_ranks: list[RankNeeds], possible: int, setting: bool 
 
 
 def offloaded_bytes(offload: ActivationOffload | None) -> int:
-    """Return the bytes of a device that checkpoints on the host free, but for rounding."""
+    """Return the most bytes of a device that checkpoints on the host free."""
     return 0 if offload is None else offload.host.limit - offload.layers * REMAINDERS
 
 

@@ -40,6 +40,7 @@ pytestmark = pytest.mark.usefixtures("backward_thread")
 CPU = torch.device("cpu")
 LENGTHS = [120, 7, 90, 33, 64, 1, 48]
 LAYERS, MOVED = 5, 3
+MOVED_OF_EVERY_SECOND = 1
 BLOCK_BYTES = 4096
 
 
@@ -72,6 +73,7 @@ WAYS = {
     "inside too": inside_too,
     "transformers": lambda model: enable_checkpointing(model, {"use_reentrant": False}),
     "reentrant": lambda model: enable_checkpointing(model, {"use_reentrant": True}),
+    "every second layer": lambda model: enable_checkpointing(model, every_n_layers=2),
     "fsdp": partial(by_fsdp, how=CheckpointImpl.NO_REENTRANT),
     "fsdp reentrant": partial(by_fsdp, how=CheckpointImpl.REENTRANT),
 }
@@ -90,12 +92,14 @@ class Case:
     ddp: bool = False
     stage_rows: int | None = None
     keep_core_attention: bool = True
+    moved: int = MOVED  # layers whose checkpoints go to the host
 
 
 LINEAR_AND_FULL = ["linear_attention", "full_attention"]
 HYBRID = {**SMALL_HYBRID, "layer_types": [*LINEAR_AND_FULL, *LINEAR_AND_FULL, "linear_attention"]}
 CASES = {
     **{way: Case(way, ping_pong=way != "attention inside too") for way in WAYS},
+    "every second layer": Case("every second layer", moved=MOVED_OF_EVERY_SECOND),
     "no ping-pong": Case(ping_pong=False),
     "no kept results": Case(keep_core_attention=False),
     "stages": Case(stage_rows=20),
@@ -128,7 +132,7 @@ def step(case: Case, *, moves: bool) -> tuple[Step, dict[str, int], int, int]:
     streams = LateStreams(BLOCK_BYTES)
     host = HostMemory(2**20, pinned=False, chunk_bytes=256, block_bytes=BLOCK_BYTES)
     if moves:
-        dispatcher.offload = ActivationOffload(CPU, MOVED, host, streams)
+        dispatcher.offload = ActivationOffload(CPU, case.moved, host, streams)
         offload_checkpoints(model)
     plan = in_stages(plan_micro_batch(LENGTHS, dispatcher.settings), case.stage_rows)
     bound = dispatcher.bind(plan)
@@ -145,7 +149,7 @@ def step(case: Case, *, moves: bool) -> tuple[Step, dict[str, int], int, int]:
         keep_core_attention=case.keep_core_attention,
     )
     missing = host.reserved // host.chunk_bytes - len(host._free)
-    return done, streams.moved, MOVED * kept, missing
+    return done, streams.moved, case.moved * kept, missing
 
 
 def both_steps(case: Case) -> tuple[Any, Any]:

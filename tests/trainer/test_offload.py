@@ -8,6 +8,11 @@ import pytest
 import torch
 
 from hf_distca import DistCAConfig
+from hf_distca.models.checkpointing import (
+    CHECKPOINTING,
+    enable_checkpointing,
+    layers_with_checkpoints,
+)
 from hf_distca.refusal import RefusedError
 from hf_distca.trainer import fitting, offload
 from hf_distca.trainer.assembly import make_dispatcher
@@ -74,7 +79,7 @@ def _refused(checkpointing: bool) -> str:
         model = small_model(num_hidden_layers=3)
         config = DistCAConfig(tokens_per_rank=64, offload_activations=True)
         with pytest.raises(RefusedError) as error:
-            make_dispatcher(model, config, CPU, checkpointing=checkpointing)
+            make_dispatcher(model, config, CPU, checkpointed=3 * checkpointing)
         return str(error.value)
 
 
@@ -103,12 +108,19 @@ class Fitted(NamedTuple):
 
 
 def fitted(
-    excess: int, *, still: int = 0, experts: bool = False, liger: bool = False, **settings: Any
+    excess: int,
+    *,
+    still: int = 0,
+    every: int = 1,
+    experts: bool = False,
+    liger: bool = False,
+    **settings: Any,
 ) -> Fitted:
     """Fit a model of five layers into a GPU whose memory is too small by some bytes.
 
     Args:
         still: bytes by which it is too small where MLPs run in chunks.
+        every: number of layers of which one has a checkpoint.
     """
     model: Any = small_model(num_hidden_layers=5)
     layer = model.model.layers[0]
@@ -117,7 +129,9 @@ def fitted(
             each.mlp = torch.nn.Identity()
     config: Any = DistCAConfig(**{"tokens_per_rank": 256, **settings})
     config.use_liger_kernel, config.liger_kernel_config = liger, None
-    dispatcher = make_dispatcher(model, config, CPU, checkpointing=True)
+    setattr(config, CHECKPOINTING, True)
+    setattr(config, f"{CHECKPOINTING}_kwargs", {"every_n_layers": every})
+    dispatcher = make_dispatcher(model, config, CPU)
 
     def count(*_: Any) -> CountedMemory:
         missing = still if "chunk_rows" in vars(layer.mlp) else excess
@@ -128,7 +142,6 @@ def fitted(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(fitting, "CHUNK_ROWS", CHUNK_ROWS)
         patch.setattr(fitting, "log_memory", count)
-        patch.setattr(fitting, "checkpointing_of", lambda *_: {})
         memory = SimpleNamespace(total_memory=0)
         patch.setattr(torch.cuda, "get_device_properties", lambda _: memory)
         fitting.fit_into_memory(model, config, dispatcher, accelerator)
@@ -150,6 +163,28 @@ def test_a_gpu_whose_memory_is_too_small(asked, excess, layers):
     assert found.layers == layers
     assert found.chunked == []
     assert [" will not fit: " in warning for warning in found.warnings] == [True] * (asked is False)
+
+
+@pytest.mark.parametrize(
+    ("every", "layers", "does_fit"), [(1, 3, True), (2, 1, False), (3, 0, False)]
+)
+def test_layers_without_checkpoints_move_nothing(every, layers, does_fit):
+    """Of five layers 5, 3 or 2 have checkpoints, and the last two checkpoints stay."""
+    found = fitted(3 * LAYER, every=every, mlp_chunk_rows=0)
+    assert found.layers == layers
+    assert [" will not fit: " in warning for warning in found.warnings] == [True] * (not does_fit)
+
+
+@pytest.mark.parametrize(("every", "layers"), [(1, 5), (2, 2)])
+def test_a_model_whose_layers_have_checkpoints_already(every, layers):
+    model: Any = small_model(num_hidden_layers=7)
+    assert layers_with_checkpoints(model) == 0
+    enable_checkpointing(model, every_n_layers=every)
+    config = DistCAConfig(tokens_per_rank=64, offload_activations=True)
+    dispatcher = make_dispatcher(model, config, CPU)
+    assert layers_with_checkpoints(model) == layers + 2
+    assert dispatcher.offload is not None
+    assert dispatcher.offload.layers == layers
 
 
 MODULES = ["mlp", "input_layernorm", "post_attention_layernorm"]

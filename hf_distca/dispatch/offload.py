@@ -51,8 +51,8 @@ FULL = (
 class HostMemory:
     """Host memory for checkpoints, which all micro-batches use again.
 
-    It exceeds its limit by a part of a block at most. torch's own allocator of pinned memory has no limit, and keeps a
-    freed block until the device has run the block's copies.
+    It exceeds its limit by a part of a block at most. torch's own allocator of pinned memory has no
+    limit, and keeps a freed block until the device has run the block's copies.
 
     Args:
         limit: bytes.

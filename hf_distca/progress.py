@@ -14,6 +14,11 @@ TORCH_AND_TRANSFORMERS = "torch and transformers"
 """Libraries that most commands import."""
 
 
+def is_first_rank() -> bool:
+    """Return whether this process is rank 0 of its launch, before any group of ranks exists."""
+    return os.environ.get("RANK", "0") == "0"
+
+
 def terminal_bar(items: Sequence[Item], description: str) -> Iterator[Item]:
     """Yield the items under a bar on stderr, which goes at the end.
 
@@ -28,7 +33,7 @@ def terminal_status(text: str) -> Iterator[None]:
 
     Nothing is shown if stderr is no terminal, nor on other ranks than 0.
     """
-    hidden = None if os.environ.get("RANK", "0") == "0" else True
+    hidden = None if is_first_rank() else True
     with tqdm(bar_format=f"{text} ...", disable=hidden, leave=False):
         yield
 

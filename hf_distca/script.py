@@ -1,7 +1,6 @@
 """One line for a training that is refused or interrupted, instead of a traceback on every rank."""
 
 import argparse
-import os
 import signal
 import sys
 from collections.abc import Callable, Iterator
@@ -11,6 +10,7 @@ from typing import NoReturn, ParamSpec, TypeVar
 
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
+from hf_distca.progress import is_first_rank
 from hf_distca.refusal import RefusedError
 
 Arguments = ParamSpec("Arguments")
@@ -76,6 +76,6 @@ def _options_refused() -> Iterator[None]:
 
 def _end(sentence: str, code: int) -> NoReturn:
     """End the process; rank 0 prints why."""
-    if os.environ.get("RANK", "0") == "0":
+    if is_first_rank():
         print(sentence, file=sys.stderr, flush=True)
     sys.exit(code)

@@ -13,6 +13,9 @@ import datasets
 
 from hf_distca.collator.formats import TABLES, TEXT_SUFFIXES, is_hub_name
 from hf_distca.collator.refusals import Source
+from hf_distca.progress import is_first_rank
+
+logger = logging.getLogger(__name__)
 
 TEXT = "text"
 """Format of text files."""
@@ -61,7 +64,8 @@ def load_documents(
       one;
     - a folder that `save_to_disk` wrote;
     - a folder with tables: what `datasets.load_dataset` makes of it;
-    - a folder without tables: all its text files, those of its folders too;
+    - a folder without tables: all its text files, those of its folders too, but none whose name
+      or folder is hidden, none in a folder such as __pycache__, and no empty file;
     - a name on the Hub.
 
     Args:
@@ -121,7 +125,7 @@ def _parts_of_folder(folder: Path, source: str) -> list[SourcePart]:
     files = [
         file
         for file in sorted(folder.rglob("*"))
-        if file.is_file() and not _is_hidden(file.relative_to(folder))
+        if file.is_file() and not _is_left_out(file.relative_to(folder))
     ]
     tables = [file.name for file in files if file.suffix in TABLES]
     texts = [
@@ -133,13 +137,18 @@ def _parts_of_folder(folder: Path, source: str) -> list[SourcePart]:
         raise Source.MIXED_FOLDER.error(path=source, text=texts[0], table=tables[0])
     if tables:
         return [SourcePart(NAMED, source)]
-    if not files:
+    documents = [file for file in files if file.stat().st_size > 0]
+    if not documents:
         raise Source.EMPTY_FOLDER.error(path=source)
-    return [SourcePart(TEXT, str(file)) for file in files]
+    if is_first_rank() and (empty := len(files) - len(documents)):
+        logger.warning("empty files of the folder %r, which are left out: %s", source, empty)
+    return [SourcePart(TEXT, str(file)) for file in documents]
 
 
-def _is_hidden(path: Path) -> bool:
-    return any(part.startswith(".") for part in path.parts)
+def _is_left_out(path: Path) -> bool:
+    """Return whether a file in a folder is hidden or in a special folder, as in `datasets`."""
+    is_hidden = any(part.startswith(".") for part in path.parts)
+    return is_hidden or any(part.startswith("__") for part in path.parent.parts)
 
 
 def _load_files(kind: str, paths: list[str], sample_by: str) -> datasets.Dataset:

@@ -41,6 +41,23 @@ def test_several_text_files_and_a_folder_of_them_are_a_document_each(tmp_path):
     ]
 
 
+def test_a_folder_of_sources(tmp_path, caplog, monkeypatch):
+    """`datasets` leaves out special folders too; an empty file has no token to train on."""
+    for name in ("a.py", "inner/__main__.py"):
+        file(tmp_path, name, f"{name}\nend")
+    file(tmp_path, "__pycache__/a.pyc", b"\xff")
+    file(tmp_path, "inner/__init__.py", "")
+    folder = str(tmp_path / "data")
+    assert load_documents(folder)["text"][:] == ["a.py\nend", "inner/__main__.py\nend"]
+    assert caplog.messages == [f"empty files of the folder {folder!r}, which are left out: 1"]
+    monkeypatch.setenv("RANK", "1")
+    caplog.clear()
+    load_documents(folder)
+    assert caplog.messages == []
+    with pytest.raises(ValueError, match=r"inner/__init__\.py' is empty"):
+        load_documents(str(tmp_path / "data" / "inner" / "__init__.py"))
+
+
 def test_tables_keep_their_columns_whatever_their_format(tmp_path):
     rows = {"messages": [[{"role": "user", "content": "hi"}]], "id": [7]}
     chats = "".join(

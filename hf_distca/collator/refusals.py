@@ -214,7 +214,9 @@ class Source:
         condition="a file or folder that does not exist",
     )
     EMPTY_FOLDER = Refusal(
-        "the folder {path!r} has no files", "documents are read from them", "name another folder"
+        "the folder {path!r} has no files, or only empty ones",
+        "documents are read from them",
+        "name another folder",
     )
     MIXED_FOLDER = Refusal(
         "the folder {path!r} has text files such as {text!r} and tables such as {table!r}",

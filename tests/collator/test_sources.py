@@ -54,6 +54,9 @@ def test_a_folder_of_sources(tmp_path, caplog, monkeypatch):
     caplog.clear()
     load_documents(folder)
     assert caplog.messages == []
+    (tmp_path / "data" / "inner" / "__main__.py").unlink()
+    with pytest.raises(ValueError, match="has no files, or only empty ones"):
+        load_documents(str(tmp_path / "data" / "inner"))
     with pytest.raises(ValueError, match=r"inner/__init__\.py' is empty"):
         load_documents(str(tmp_path / "data" / "inner" / "__init__.py"))
 
@@ -191,7 +194,7 @@ def test_a_folder_without_the_split_is_a_folder(tmp_path):
             "someone/nosuch",
             "'someone/nosuch' is no file here and cannot be loaded by `datasets`",
         ),
-        ("{tmp_path}/empty", "the folder '.*empty' has no files"),
+        ("{tmp_path}/empty", "the folder '.*empty' has no files, or only empty ones"),
     ],
 )
 def test_sources_that_do_not_exist(tmp_path, source, message):

@@ -4,22 +4,28 @@ Each configuration trains a small LLaMA under DistributedDataParallel for three 
 two micro-batches, in processes of its own. Measured is the most resident memory above what was
 resident before there was a model. The estimate is made of the model's config and the plan alone.
 
-Run: python benchmarks/memory_estimate.py [--tokens 4096]
+With offload, checkpoints of layers go to a part of the same memory that stands for the host's. The
+estimate is then of device and host together. Bytes that a forward copies to the host are compared
+with the estimate of host memory.
+
+Run: python benchmarks/memory_estimate.py [--tokens 4096] [--offload]
 """
 
+from collections.abc import Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from harness import begin_peak, follow_tensors, options_parser, peak, print_json, run_ranks
 from harness.models import documents_of, rows_of_rank
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from hf_distca import DistCAConfig, make_dispatcher
+from hf_distca.dispatch.offload import ActivationOffload
 from hf_distca.memory.counter import MemoryCounter, Training
 from hf_distca.models.fake import model_of_config
 from hf_distca.models.settings import plan_settings
@@ -35,6 +41,8 @@ SIZES = {
     "vocab_size": 4096,
     "use_cache": False,
 }
+DEEP = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 8}
+"""Sizes of a model whose checkpoints take more memory than its weights and gradients."""
 STEPS, MICRO_BATCHES = 3, 2
 """DistributedDataParallel makes its buckets anew in the second step."""
 
@@ -49,6 +57,7 @@ class Case:
     documents: int
     tokens: int
     sizes: dict[str, Any]
+    offload: bool = False
 
     @property
     def lengths(self) -> list[int]:
@@ -68,25 +77,42 @@ def cases(tokens: int, sizes: dict[str, Any]) -> dict[str, Case]:
     }
 
 
-def train(case: Case) -> int:
+def offloaded_cases(tokens: int, sizes: dict[str, Any]) -> dict[str, Case]:
+    return {
+        f"2 ranks, {name}, float32, offload": Case(
+            2, False, True, documents, tokens, {**sizes, **DEEP}, offload=True
+        )
+        for name, documents in {"one document": 1, "8 documents": 8}.items()
+    }
+
+
+class Taken(NamedTuple):
+    """Bytes of memory."""
+
+    total: int
+    host: int = 0  # of these, checkpoints of layers on the host
+
+
+def train(case: Case) -> Taken:
     """Train, on one of the ranks; the most resident bytes above those at the start."""
     follow_tensors()
     small = {**case.sizes, "hidden_size": 64, "intermediate_size": 64}
     _train(replace(case, tokens=64, sizes=small))  # loads libraries
     before = begin_peak()
-    _train(case)
-    return peak() - before
+    copied = _train(case)
+    return Taken(peak() - before, copied)
 
 
-def _train(case: Case) -> None:
+def _train(case: Case) -> int:
+    """Train; the bytes that the last forward copied to the host."""
     model = AutoModelForCausalLM.from_config(
         AutoConfig.for_model("llama", **case.sizes), attn_implementation="distca"
     ).train()
-    dispatcher = make_dispatcher(
-        model, DistCAConfig(tokens_per_rank=case.tokens), CPU, dtype=case.dtype
-    )
     if case.checkpointing:
         model.activation_checkpointing_enable()
+    config = DistCAConfig(tokens_per_rank=case.tokens, offload_activations=case.offload)
+    dispatcher = make_dispatcher(model, config, CPU, dtype=case.dtype)
+    copied = count_copies(dispatcher.offload) if dispatcher.offload is not None else []
     wrapped: nn.Module = DistributedDataParallel(model) if case.ranks > 1 else model
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     plan = plan_micro_batch(case.lengths, dispatcher.settings)
@@ -101,44 +127,66 @@ def _train(case: Case) -> None:
                     "cpu", dtype=case.dtype or torch.bfloat16, enabled=case.autocast
                 ):
                     bound = dispatcher.bind(plan)
+                    copied.clear()
                     loss = wrapped(**batch, num_items_in_batch=targets, distca_plan=bound).loss
+                copied_to_host = sum(copied)  # the backward copies to the device
                 loss.backward()
         optimizer.step()
         optimizer.zero_grad()
+    return copied_to_host
 
 
-def estimated(case: Case) -> list[int]:
+def count_copies(offload: ActivationOffload) -> list[int]:
+    """Return a list to which the bytes of each copy will be added."""
+    sizes: list[int] = []
+    begin = offload.copies.begin
+
+    def counted(targets_and_sources: Iterable[tuple[Tensor, Tensor]]) -> Any:
+        pairs = list(targets_and_sources)
+        sizes.extend(target.nbytes for target, _ in pairs)
+        return begin(pairs)
+
+    offload.copies.begin = counted  # type: ignore[method-assign]
+    return sizes
+
+
+def estimated(case: Case) -> list[Taken]:
     """Bytes that each rank takes, estimated from config and plan."""
-    model = AutoConfig.for_model("llama", **case.sizes)
+    model = model_of_config(AutoConfig.for_model("llama", **case.sizes), torch.float32)
     config = DistCAConfig(tokens_per_rank=case.tokens)
-    settings = plan_settings(
-        model_of_config(model, torch.float32),
-        config,
-        ranks=case.ranks,
-        device=CPU,
-        dtype=case.dtype,
-    )
+    settings = plan_settings(model, config, ranks=case.ranks, device=CPU, dtype=case.dtype)
     plan = plan_micro_batch(case.lengths, settings)
     training = Training(
-        "ddp", mixed=case.autocast, checkpointing={} if case.checkpointing else None
+        "ddp",
+        mixed=case.autocast,
+        checkpointing={} if case.checkpointing else None,
+        offload=case.offload,
     )
-    counter = MemoryCounter(model, settings, config)
-    return [counter.count(plan, training, rank).total for rank in range(case.ranks)]
+    counter = MemoryCounter(model, settings, config, by_config=True)
+    counted = [counter.count(plan, training, rank) for rank in range(case.ranks)]
+    return [Taken(memory.total + memory.host, memory.host) for memory in counted]
 
 
 def main() -> None:
-    options = options_parser(__doc__, tokens=(4096, "on each rank")).parse_args()
+    parser = options_parser(__doc__, tokens=(4096, "on each rank"))
+    parser.add_argument("--offload", action="store_true", help="only configurations with offload")
+    options = parser.parse_args()
     results = {}
-    for name, case in cases(options.tokens, SIZES).items():
+    chosen = offloaded_cases if options.offload else cases
+    for name, case in chosen(options.tokens, SIZES).items():
         guessed = estimated(case)
         taken = run_ranks(case.ranks, train, case)
         results[name] = {
-            "estimated_mb": [round(size / 1e6, 1) for size in guessed],
-            "measured_mb": [round(size / 1e6, 1) for size in taken],
+            "estimated_mb": [round(size.total / 1e6, 1) for size in guessed],
+            "measured_mb": [round(size.total / 1e6, 1) for size in taken],
             "estimated_over_measured": [
-                round(a / b, 3) for a, b in zip(guessed, taken, strict=True)
+                round(a.total / b.total, 3) for a, b in zip(guessed, taken, strict=True)
             ],
         }
+        if case.offload:
+            results[name]["host_estimated_over_copied"] = [
+                round(a.host / b.host, 3) for a, b in zip(guessed, taken, strict=True)
+            ]
         print(name, results[name])
     print_json(tokens=options.tokens, configurations=results)
 

@@ -498,15 +498,24 @@ def checkpointing() -> Rows:
     )
 
 
-@table_of("memory_loss", "memory_exchange", "long_document", "memory_estimate")
+@table_of(
+    "memory_loss", "memory_exchange", "long_document", "memory_estimate", "memory_estimate_offload"
+)
 def memory() -> Rows:
     loss = result("memory_loss")["derived"]
     document = result("long_document")
-    estimate = result("memory_estimate")
-    estimated = [
+    estimated, estimated_offload = (
+        [
+            ratio
+            for of in result(name)["configurations"].values()
+            for ratio in of["estimated_over_measured"]
+        ]
+        for name in ("memory_estimate", "memory_estimate_offload")
+    )
+    estimated_host = [
         ratio
-        for of in estimate["configurations"].values()
-        for ratio in of["estimated_over_measured"]
+        for of in result("memory_estimate_offload")["configurations"].values()
+        for ratio in of["host_estimated_over_copied"]
     ]
     yield "figure", "ratio"
     for tokens in dict.fromkeys(key.split()[0] for key in loss):
@@ -525,6 +534,11 @@ def memory() -> Rows:
     )
     yield "the same: estimated over measured memory", _from_to(document["estimated_over_measured"])
     yield "training of four configurations: estimated over measured memory", _from_to(estimated)
+    yield (
+        "training of two with offload: estimated over measured memory of device and host",
+        _from_to(estimated_offload),
+    )
+    yield "the same: estimated over copied bytes of host memory", _from_to(estimated_host)
 
 
 def _from_to(ratios: list[float]) -> str:

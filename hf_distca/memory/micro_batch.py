@@ -83,7 +83,8 @@ class Peaks(NamedTuple):
     """Bytes by part at the peak of a micro-batch."""
 
     on_device: dict[Part, int]
-    offloaded: dict[Part, int]  # where checkpoints of layers are offloaded, see `offloaded_layers`
+    # Where all layers have checkpoints, and they are offloaded: see `offloaded_layers`.
+    offloaded: dict[Part, int]
 
 
 def busiest_rank(plan: MicroBatchPlan, settings: PlanSettings) -> int:

@@ -146,7 +146,7 @@ def count_copies(offload: ActivationOffload) -> list[int]:
         sizes.extend(target.nbytes for target, _ in pairs)
         return begin(pairs)
 
-    offload.copies.begin = counted  # type: ignore[method-assign]
+    offload.copies.begin = counted
     return sizes
 
 

@@ -504,19 +504,6 @@ def checkpointing() -> Rows:
 def memory() -> Rows:
     loss = result("memory_loss")["derived"]
     document = result("long_document")
-    estimated, estimated_offload = (
-        [
-            ratio
-            for of in result(name)["configurations"].values()
-            for ratio in of["estimated_over_measured"]
-        ]
-        for name in ("memory_estimate", "memory_estimate_offload")
-    )
-    estimated_host = [
-        ratio
-        for of in result("memory_estimate_offload")["configurations"].values()
-        for ratio in of["host_estimated_over_copied"]
-    ]
     yield "figure", "ratio"
     for tokens in dict.fromkeys(key.split()[0] for key in loss):
         memory_ratio, time_ratio = (
@@ -533,12 +520,24 @@ def memory() -> Rows:
         f"{max(document['relative_errors'].values()):.0e}",
     )
     yield "the same: estimated over measured memory", _from_to(document["estimated_over_measured"])
-    yield "training of four configurations: estimated over measured memory", _from_to(estimated)
+    yield (
+        "training of four configurations: estimated over measured memory",
+        _from_to(_of_configurations("memory_estimate", "estimated_over_measured")),
+    )
     yield (
         "training of two with offload: estimated over measured memory of device and host",
-        _from_to(estimated_offload),
+        _from_to(_of_configurations("memory_estimate_offload", "estimated_over_measured")),
     )
-    yield "the same: estimated over copied bytes of host memory", _from_to(estimated_host)
+    yield (
+        "the same: estimated over copied bytes of host memory",
+        _from_to(_of_configurations("memory_estimate_offload", "host_estimated_over_copied")),
+    )
+
+
+def _of_configurations(name: str, figure: str) -> list[float]:
+    """A figure of each rank of all configurations of a result."""
+    configurations = result(name)["configurations"].values()
+    return [ratio for configuration in configurations for ratio in configuration[figure]]
 
 
 def _from_to(ratios: list[float]) -> str:

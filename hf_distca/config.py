@@ -121,11 +121,11 @@ class DistCAConfig:
     )
     offload_activations: Switch = setting(
         AUTO,
-        "Under gradient checkpointing, move what the checkpoints of layers keep to host memory "
-        "while the next layer computes, and back before the layer's backward pass. At most two of "
-        "the moved checkpoints are then on the device. True moves all checkpoints but those of the "
-        "last two layers that have one. 'auto' moves as many as do not fit into a GPU, by the "
-        "memory that a trainer counts before training; it moves none on CPUs and in custom loops.",
+        "Under gradient checkpointing, a layer's checkpoint goes to host memory while the next "
+        "layer computes. It comes back before the layer's backward pass. At most two of the moved "
+        "checkpoints are on the device at a time. True moves all checkpoints except the last two. "
+        "'auto' moves as many as do not fit into a GPU, by the memory that a trainer counts before "
+        "training; it moves none on CPUs and in custom loops.",
     )
     loss_chunk_bytes: BytesOrAuto = setting(
         AUTO,

@@ -64,8 +64,8 @@ def load_documents(
       one;
     - a folder that `save_to_disk` wrote;
     - a folder with tables: what `datasets.load_dataset` makes of it;
-    - a folder without tables: all its text files, those of its folders too, but none whose name
-      or folder is hidden, none in a folder such as __pycache__, and no empty file;
+    - a folder without tables: the text files in it and in its folders; hidden files, empty files
+      and files in folders such as __pycache__ are left out;
     - a name on the Hub.
 
     Args:

@@ -1,6 +1,6 @@
 """Checkpoints of a model's layers, under the names of the installed version of transformers."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 from torch import nn
@@ -86,16 +86,6 @@ def checkpoint_row_bytes(
     """
     results = max(kind.q_heads * (kind.dim_v * value_bytes + LSE_BYTES) for kind in kinds)
     return hidden * hidden_bytes + (results if keep_core_attention else 0)
-
-
-def checkpointed_layers(layers: int, options: Mapping[str, Any] | None) -> int:
-    """Return how many of a model's layers get checkpoints.
-
-    Args:
-        layers: decoder layers of the model.
-        options: options of checkpoints, as transformers takes them; None without checkpoints.
-    """
-    return 0 if options is None else -(-layers // int(options.get("every_n_layers", 1)))
 
 
 def layers_with_checkpoints(model: nn.Module) -> int:

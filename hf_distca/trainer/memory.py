@@ -11,11 +11,7 @@ from hf_distca.dispatch.dispatcher import Dispatcher
 from hf_distca.memory import Strategy
 from hf_distca.memory.counter import MemoryCounter, Training, longest_documents
 from hf_distca.memory.launches import raised_in
-from hf_distca.models.checkpointing import (
-    CHECKPOINTING,
-    checkpointed_layers,
-    checkpointing_options,
-)
+from hf_distca.models.checkpointing import CHECKPOINTING, checkpointing_options
 from hf_distca.models.decoder import base_model, decoder_layers
 from hf_distca.models.tensor_parallel import is_divided_at_load
 from hf_distca.planner.micro_batch import plan_micro_batch
@@ -140,5 +136,8 @@ def checkpointing_of(args: Any, accelerator: Accelerator) -> dict[str, Any] | No
 
 def layers_to_checkpoint(model: nn.Module, args: Any, accelerator: Accelerator) -> int:
     """Return how many decoder layers of a model transformers or FSDP will checkpoint."""
-    layers = decoder_layers(base_model(model))
-    return checkpointed_layers(len(layers), checkpointing_of(args, accelerator))
+    options = checkpointing_of(args, accelerator)
+    if options is None:
+        return 0
+    layers = len(decoder_layers(base_model(model)))
+    return -(-layers // int(options.get("every_n_layers", 1)))

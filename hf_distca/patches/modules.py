@@ -1,6 +1,7 @@
 """What all changed modules share.
 
-They have a subclass with the name of their class, and methods that are not traced.
+They have a subclass with the name of their class, and methods that are not traced. A pickled module
+has its own class again: who loads it gets the model as it was before hf_distca changed it.
 
 Core attention of a planned step changes with every plan. If torch.compile traced it, each
 micro-batch would compile it again, in dozens of pieces. Each call is therefore one break between
@@ -12,13 +13,17 @@ attention included: they pause only inside core attention, where nothing is trac
 per-thread state is therefore the same in both nano-batches.
 """
 
+import copyreg
 from collections.abc import Callable
+from copy import deepcopy
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
 Function = TypeVar("Function", bound=Callable[..., Any])
+BATCHES = "batches"
+"""Attribute of a backbone with the process groups of its padded batches."""
 
 
 def uncompiled(reason: str, *, recursive: bool = True) -> Callable[[Function], Function]:
@@ -35,13 +40,33 @@ def uncompiled(reason: str, *, recursive: bool = True) -> Callable[[Function], F
     return decorator
 
 
+class _Changed(nn.Module):
+    """Base of all subclasses that replace a module's own class."""
+
+    own_class: type[nn.Module]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickle the module with its own class, and without process groups."""
+        state = {name: value for name, value in vars(self).items() if name != BATCHES}
+        # Makes an object of another class, as pickle itself does in its first protocols.
+        return copyreg._reconstructor, (self.own_class, object, None), state
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "_Changed":
+        """Copy the module with its changes; without this method a copy would be pickled."""
+        copied = type(self).__new__(type(self))
+        memo[id(self)] = copied
+        batches = vars(self).get(BATCHES)
+        memo[id(batches)] = batches  # process groups are not copied
+        copied.__setstate__(deepcopy(vars(self), memo))
+        return copied
+
+
 def subclass(cls: type[nn.Module], *mixins: type, **members: Any) -> type[nn.Module]:
     """Return a subclass with its base's name.
 
     PEFT, accelerate and checkpoints find modules by this name.
     """
-    return type(
-        cls.__name__,
-        (*mixins, cls),
-        {"__module__": cls.__module__, "__qualname__": cls.__qualname__, **members},
-    )
+    own_class = getattr(cls, "own_class", cls)
+    bases = (*mixins, cls) if issubclass(cls, _Changed) else (*mixins, _Changed, cls)
+    names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__}
+    return type(cls.__name__, bases, {**names, "own_class": own_class, **members})

@@ -41,8 +41,7 @@ def pack_backbone(model: nn.Module, batches: PaddedBatches) -> None:
         if hasattr(type(base), "generate"):
             base.__class__ = subclass(type(base), _Generating)
         if packed is not base:
-            base.register_forward_pre_hook(_expect_backbone)
-            base.register_forward_hook(_check_backbone_ran, with_kwargs=True)
+            base.__class__ = subclass(type(base), _AroundBackbone)
     packed.batches = batches
 
 
@@ -72,19 +71,21 @@ class _Generating:
             return inner.generate(*args, **kwargs)
 
 
-def _expect_backbone(model: nn.Module, _args: tuple[Any, ...]) -> None:
-    """Note that the backbone has to run before the model's forward ends."""
-    packed: Any = backbone(base_model(model))
-    packed.ran = False
+class _AroundBackbone(nn.Module):
+    """Base that precedes the class of a model that calls its backbone."""
 
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the model.
 
-def _check_backbone_ran(
-    model: nn.Module, _args: tuple[Any, ...], arguments: dict[str, Any], _output: Any
-) -> None:
-    """Raise RefusedError if a padded batch was computed without the backbone, on every rank."""
-    packed: Any = backbone(base_model(model))
-    if packed.packs and not packed.ran and _is_padded_batch(arguments):
-        raise Batch.PASSED_BY.error(model=type(model).__name__, backbone=type(packed).__name__)
+        Raise RefusedError, on every rank, if it computes a padded batch without the backbone.
+        """
+        model: Any = self
+        packed: Any = backbone(model)
+        packed.ran = False
+        output = super().__call__(*args, **kwargs)
+        if packed.packs and not packed.ran and _is_padded_batch(kwargs):
+            raise Batch.PASSED_BY.error(model=type(self).__name__, backbone=type(packed).__name__)
+        return output
 
 
 @contextmanager

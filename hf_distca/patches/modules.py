@@ -13,7 +13,6 @@ attention included: they pause only inside core attention, where nothing is trac
 per-thread state is therefore the same in both nano-batches.
 """
 
-import copyreg
 from collections.abc import Callable
 from copy import deepcopy
 from typing import Any, TypeVar
@@ -47,9 +46,10 @@ class _Changed(nn.Module):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle the module with its own class, and without process groups."""
-        state = {name: value for name, value in vars(self).items() if name != BATCHES}
-        # Makes an object of another class, as pickle itself does in its first protocols.
-        return copyreg._reconstructor, (self.own_class, object, None), state
+        # Later protocols insist on the class that the module has now.
+        make, (_, *others), state = super().__reduce_ex__(1)
+        kept = {name: value for name, value in state.items() if name != BATCHES}
+        return make, (self.own_class, *others), kept
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "_Changed":
         """Copy the module with its changes; without this method a copy would be pickled."""
@@ -57,7 +57,7 @@ class _Changed(nn.Module):
         memo[id(self)] = copied
         batches = vars(self).get(BATCHES)
         memo[id(batches)] = batches  # process groups are not copied
-        copied.__setstate__(deepcopy(vars(self), memo))
+        vars(copied).update(deepcopy(vars(self), memo))
         return copied
 
 

@@ -12,11 +12,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, PreTrainedModel
 
 from hf_distca.dispatch.bound import BoundPlan
 from hf_distca.dispatch.dispatcher import Dispatcher
 from hf_distca.models.decoder import decoder_layers
+from hf_distca.models.loading import auto_class
 from hf_distca.models.mixing import uncuttable
 from hf_distca.plan import AttentionKind, MicroBatchPlan, Plan
 from hf_distca.planner.settings import PlanSettings
@@ -105,7 +106,10 @@ def small_model(
     """A randomly initialised model, the same every time."""
     torch.manual_seed(0)
     settings = AutoConfig.for_model(model_type, **{**SMALL, **config})
-    return AutoModelForCausalLM.from_config(settings, attn_implementation=implementation)
+    model: PreTrainedModel = auto_class(settings).from_config(
+        settings, attn_implementation=implementation
+    )
+    return model
 
 
 def with_lora(model: PreTrainedModel) -> PreTrainedModel:

@@ -35,7 +35,8 @@ def text_decoder(model: PreTrainedModel) -> nn.Module:
     # In some models get_decoder() returns the model itself, or a part of the head.
     if decoder is model or not has_attention(decoder):
         return backbone(model)
-    return decoder
+    # Llama 4's is a causal language model, with a head.
+    return text_decoder(decoder) if isinstance(decoder, PreTrainedModel) else decoder
 
 
 def decoder_attentions(model: PreTrainedModel) -> dict[str, nn.Module]:
@@ -64,18 +65,20 @@ def _is_named_attention(module: nn.Module) -> bool:
 
 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:
-    """Return a model's decoder layers in order.
+    """Return the layers of a model's decoder of text in order.
 
     They are layers that transformers can checkpoint. They have attention, or share a module list
     with a layer that has attention.
     """
+    base = base_model(model)
+    decoder = text_decoder(base) if isinstance(base, PreTrainedModel) else base
     ids_in_decoder_lists: set[int] = set()
-    for module in model.modules():
+    for module in decoder.modules():
         if isinstance(module, nn.ModuleList) and any(map(has_attention, module)):
             ids_in_decoder_lists.update(id(layer) for layer in module)
     return [
         layer
-        for layer in model.modules()
+        for layer in decoder.modules()
         if isinstance(layer, GradientCheckpointingLayer)
         and (id(layer) in ids_in_decoder_lists or has_attention(layer))
     ]

@@ -7,11 +7,11 @@ import torch
 from torch import Tensor, nn
 from torch._functorch import config as functorch_config
 from torch._subclasses.fake_tensor import FakeTensorMode
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_distca.models.decoder import base_model, decoder_layers
 from hf_distca.models.kinds import Reach, attention_reaches
-from hf_distca.plan import ATTENTION_NAME
+from hf_distca.models.loading import attention_of, auto_class
 
 
 def fake_tensors() -> FakeTensorMode:
@@ -26,8 +26,8 @@ def model_of_config(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedM
     Raise ValueError if transformers has none.
     """
     with fake_tensors():
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(
-            config, attn_implementation=ATTENTION_NAME, dtype=dtype
+        model: PreTrainedModel = auto_class(config).from_config(
+            config, attn_implementation=attention_of(config), dtype=dtype
         )
     model.train()
     return model

@@ -12,6 +12,7 @@ from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 
 from hf_distca.models.checkpointing import CHECKPOINTING
 from hf_distca.models.decoder import (
+    backbone,
     base_model,
     decoder_attentions,
     decoder_layers,
@@ -70,6 +71,12 @@ class Models:
         "pass the model itself: call make_dispatcher, or make the trainer, before "
         "Accelerator.prepare, DDP, FSDP, DeepSpeed and torch.compile",
         condition="a model after `Accelerator.prepare`, DDP, FSDP, DeepSpeed or `torch.compile`",
+    )
+    NO_FORWARD = Refusal(
+        "{model} has no forward",
+        "it only holds several models, and training needs one of them",
+        "load the model that computes text, such as Qwen2_5OmniThinkerForConditionalGeneration",
+        condition="models that only hold several models (Qwen2.5-Omni, Qwen3-Omni)",
     )
     NO_INTERFACE = _stock(
         "no attention interface (models with attention code of their own)",
@@ -150,10 +157,10 @@ class Models:
         "would mix",
     )
     DROPS_KEYWORDS = _stock(
-        "keywords are dropped on the way to attention (StableLM, Nemotron)",
-        "{model} drops keywords on the way to its attention: {module}.forward takes none, or does "
-        "not use them",
-        "the plan is such a keyword",
+        "keywords are dropped on the way to attention or to the loss (StableLM, Nemotron)",
+        "{model} drops keywords on the way to its attention or its loss: {module}.forward takes "
+        "none, or does not use them",
+        "the plan and the number of targets are such keywords",
     )
     OTHER_LOSS = Refusal(
         "{model} computes transformers' loss {loss}",
@@ -260,8 +267,11 @@ def check_is_model(model: Any) -> None:
         raise Models.WRAPPED.error(model=type(inner).__name__, wrapper=model_class.__name__)
     if model._compiled_call_impl is not None:
         raise Models.WRAPPED.error(model=model_class.__name__, wrapper="model.compile() does")
-    if not isinstance(base_model(model), PreTrainedModel):
+    base = base_model(model)
+    if not isinstance(base, PreTrainedModel):
         raise Models.NOT_A_MODEL.error(given=given_as(model))
+    if type(base).forward is nn.Module.forward:
+        raise Models.NO_FORWARD.error(model=type(base).__name__)
 
 
 def _is_wrapper(model: nn.Module) -> bool:
@@ -409,12 +419,13 @@ def _check_mixing_layers(facts: _ModelFacts) -> None:
 
 
 def _check_keywords(facts: _ModelFacts) -> None:
-    """Raise ValueError if a layer drops keywords on the way to attention.
+    """Raise ValueError if a module drops keywords on the way to attention or to the loss.
 
-    The plan is among the keywords.
+    The plan and the number of targets are such keywords.
     """
     layers = [layer for layer in decoder_layers(facts.model) if has_attention(layer)]
-    for module in (*facts.attentions.values(), *layers):
+    around = (facts.decoder, backbone(facts.model), facts.model)
+    for module in (*facts.attentions.values(), *layers, *around):
         if not _hands_keywords_on(module):
             raise Models.DROPS_KEYWORDS.error(**facts.texts, module=type(module).__name__)
 

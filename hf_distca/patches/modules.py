@@ -47,7 +47,8 @@ class _Changed(nn.Module):
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle the module with its own class, and without process groups."""
         # Later protocols insist on the class that the module has now.
-        make, (_, *others), state = super().__reduce_ex__(1)
+        reduced: Any = super().__reduce_ex__(1)
+        make, (_, *others), state = reduced
         kept = {name: value for name, value in state.items() if name != BATCHES}
         return make, (self.own_class, *others), kept
 

@@ -35,8 +35,8 @@ def split_argument(
     """Return each part's share of a module's argument.
 
     A tensor has a row per token if its shape is [1, T, ...], [1, 1, T, 1] (factors on attention) or
-    [T] (positions). So has Gemma 3n's stack of hidden states, [N, 1, T, ...]. Tuples, lists and
-    dicts are split item by item.
+    [T] (positions). So have Gemma 3n's stack of hidden states, [N, 1, T, ...], and positions in
+    time, height and width, [N, 1, T]. Tuples, lists and dicts are split item by item.
 
     Args:
         sizes: rows of each part, with sum T.
@@ -79,7 +79,10 @@ def _row_dimension(value: Tensor, rows: int) -> int | None:
         return 0
     if shape[:2] == (1, rows):
         return 1
-    if shape[2:3] == (rows,) and (_is_stacked(value) or shape == (1, 1, rows, 1)):
+    are_positions = shape[1:] == (1, rows) and not value.is_floating_point()
+    if are_positions or shape == (1, 1, rows, 1):
+        return 2
+    if shape[2:3] == (rows,) and _is_stacked(value):
         return 2
     return None
 

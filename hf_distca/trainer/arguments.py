@@ -142,8 +142,8 @@ class DistCATrainingArguments(DistCAArguments, TrainingArguments):
 
     model_init_kwargs: dict[str, Any] | str | None = setting(
         None,
-        "Keyword arguments of AutoModelForCausalLM.from_pretrained, for a model that is given by "
-        "name. The model is loaded in float32 unless they name another dtype.",
+        "Keyword arguments of from_pretrained, for a model that is given by name. The model is "
+        "loaded in float32 unless they name another dtype.",
     )
     dataset_text_field: str = setting(
         "text", "Column with the text of a data set without tokens; processing_class tokenizes it."

@@ -77,6 +77,9 @@ class DistCAMixin(PlannedTraining):
         # Whether hf_distca packs documents. Otherwise the user's collator makes the batches.
         self._packs = arguments.get("data_collator") is None
         super().__init__(**arguments)
+        # The number of targets reaches the loss as the plan reaches attention: as a keyword. Models
+        # with a tower say otherwise (`accepts_loss_kwargs`), since images change what they count.
+        self.model_accepts_loss_kwargs = True
         self._prepare_planned()
         dispatcher = self.dispatcher
         # Whether layers mix the rows of a document otherwise than by attention.

@@ -114,6 +114,10 @@ class PlannedTraining(_Trainer):
         """
         if self.args.num_train_epochs <= 0 and self.args.max_steps <= 0:
             raise Run.NO_STEPS.error(epochs=self.args.num_train_epochs, steps=self.args.max_steps)
+        if not any(parameter.requires_grad for parameter in self.model.parameters()):
+            raise Run.ALL_FROZEN.error(model=type(self.model).__name__)
+        if self.optimizer is None and self.args.learning_rate == 0:
+            logger.warning("learning_rate=0 is set, so that training changes no weight")
         if self.is_deepspeed_enabled and self.deepspeed is not None:
             if self.state.global_step:
                 raise Run.SECOND_TRAINING.error(trainer=type(self).__name__)

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from transformers.utils.logging import get_logger
 
+from hf_distca.models.loading import planned_attention
 from hf_distca.patches.padded import plan_ahead
-from hf_distca.plan import ATTENTION_NAME
 from hf_distca.refusal import PackageError, check
 from hf_distca.trainer.arguments import DistCAPaddedArguments
 from hf_distca.trainer.padded import DistCAPaddedMixin
@@ -79,10 +79,9 @@ class TRLMixin(DistCAPaddedMixin):
         args: Any = named["args"]
         check(TRL_ARGUMENTS, args)
         if isinstance(named.get("model"), str):
-            args.model_init_kwargs = {
-                "attn_implementation": ATTENTION_NAME,
-                **(args.model_init_kwargs or {}),
-            }
+            options: Any = args.model_init_kwargs or {}
+            attention = planned_attention(named["model"], options)
+            args.model_init_kwargs = {"attn_implementation": attention, **options}
         return super()._prepare_arguments(named)
 
     def _pack_models(self) -> None:

@@ -624,12 +624,6 @@ PACKED_TRAINER: tuple[Rule, ...] = (
         "load the model with AutoModelForCausalLM, or override compute_loss",
         lambda facts: _asks_for_loss(facts.trainer) and not _takes_labels(facts.base),
     ),
-    Rule(
-        "the forward of {0.model.__class__.__name__} does not take num_items_in_batch",
-        "ranks with different numbers of targets need it for an exact loss",
-        "let its forward take **kwargs and pass them to self.loss_function",
-        lambda facts: not facts.trainer.model_accepts_loss_kwargs,
-    ),
 )
 """The same for trainers with packed documents."""
 PADDED_TRAINER: tuple[Rule, ...] = (
@@ -758,6 +752,14 @@ class Run:
         "training would end before its first step",
         "set one of them above 0; evaluate() needs no training",
         condition="`num_train_epochs=0` without `max_steps`",
+    )
+    ALL_FROZEN = Refusal(
+        "every weight of {model} is frozen",
+        "training would change nothing",
+        "call requires_grad_() on the weights to train; an adapter whose folder is given as model "
+        "is loaded frozen: load it with peft.PeftModel.from_pretrained(model, folder, "
+        "is_trainable=True)",
+        condition="a model whose weights are all frozen, such as an adapter given by its folder",
     )
     SECOND_TRAINING = Refusal(
         "train() was called a second time under DeepSpeed",

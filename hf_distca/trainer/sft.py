@@ -9,7 +9,8 @@ from torch import nn
 from hf_distca.collator.refusals import Data
 from hf_distca.collator.texts import check_texts
 from hf_distca.config import setting
-from hf_distca.plan import ATTENTION_NAME, PLAN_KEY
+from hf_distca.models.loading import planned_attention
+from hf_distca.plan import PLAN_KEY
 from hf_distca.refusal import PackageError, check
 from hf_distca.trainer.arguments import DistCAArguments
 from hf_distca.trainer.loaders import EvaluationLoader, is_stream, named_datasets
@@ -60,8 +61,9 @@ class DistCASFTTrainer(DistCAMixin, SFTTrainer):
     def __init__(self, model: Any, args: DistCASFTConfig, *positional: Any, **kwargs: Any) -> None:
         check(SFT_ARGUMENTS, args)
         if isinstance(model, str):
-            model_init_kwargs: Any = args.model_init_kwargs or {}
-            args.model_init_kwargs = {"attn_implementation": ATTENTION_NAME, **model_init_kwargs}
+            options: Any = args.model_init_kwargs or {}
+            attention = planned_attention(model, options)
+            args.model_init_kwargs = {"attn_implementation": attention, **options}
         # For "train" and "eval": targets of the micro-batches since the last log, on all ranks.
         self._targets: dict[str, list[float]] = defaultdict(list)
         super().__init__(model, args, *positional, **kwargs)

@@ -4,11 +4,11 @@ from collections.abc import Mapping
 from typing import Any
 
 import datasets
-from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer
+from transformers import AutoTokenizer, Trainer
 
 from hf_distca.collator.refusals import Data
 from hf_distca.collator.texts import TextStream, document_text, tokenized_dataset
-from hf_distca.plan import ATTENTION_NAME
+from hf_distca.models.loading import load_model
 from hf_distca.refusal import check, given_as
 from hf_distca.trainer.loaders import is_stream
 from hf_distca.trainer.mixin import DistCAMixin
@@ -100,11 +100,7 @@ class DistCATrainer(DistCAMixin, Trainer):
         model = arguments.get("model")
         if isinstance(model, str):
             options: Any = getattr(arguments["args"], "model_init_kwargs", None) or {}
-            options = {"attn_implementation": ATTENTION_NAME, "dtype": "float32", **options}
-            arguments = {
-                **arguments,
-                "model": AutoModelForCausalLM.from_pretrained(model, **options),
-            }
+            arguments = {**arguments, "model": load_model(model, options)}
         if arguments.get("data_collator") is not None:
             return arguments
         return with_tokens(arguments, model)

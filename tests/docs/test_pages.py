@@ -461,15 +461,17 @@ def test_targets_in_sentences_are_those_of_the_results():
     assert f"up to {most['all tokens, ']:.1f} times as many" in words_of("docs/start/chats.md")
 
 
-def test_architectures_in_sentences_are_those_of_the_survey():
-    survey = r"(\d+) give the loss and gradients.*? (\d+) are refused.*? (\d+) cannot be built"
-    counts = re.search(survey, words_of("docs/reference/compatibility.md")).groups()
-    trained, refused, not_built = map(int, counts)
-    architectures = trained + refused + not_built
+def test_models_in_sentences_are_those_of_the_survey():
+    survey = r"(\d+) give the loss and gradients.*? (\d+) are refused.*? (\d+) cannot be tested"
+    page = words_of("docs/reference/compatibility.md")
+    equal, refused, untested = map(int, re.search(survey, page).groups())
+    models = equal + refused + untested
     comparison = words_of("docs/evidence/comparison.md")
-    assert f"{trained} of transformers' {architectures} causal architectures" in comparison
-    assert f"{trained} of {architectures} architectures" in README
-    reasons = f"{refused} are refused with the reason, {not_built} cannot be tested"
+    assert f"{equal} of transformers' {models} causal language models" in comparison
+    assert f"{equal} of {models} causal language models" in README
+    (with_towers,) = re.search(r"(\d+) further models take images", page).groups()
+    assert f"{with_towers} of the {models} take images or sound, too." in comparison
+    reasons = f"{refused} are refused with the reason, {untested} cannot be tested"
     assert reasons in README_TEXT
     assert reasons in comparison
 

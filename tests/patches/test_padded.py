@@ -27,6 +27,7 @@ from transformers import (
     PreTrainedModel,
     Qwen3MoeConfig,
 )
+from transformers.utils.logging import info_once
 
 from hf_distca import DistCAConfig, pack_padded
 from hf_distca.dispatch import padded
@@ -584,6 +585,7 @@ def test_where_sharing_would_change_results_it_is_off_and_logged_once(
     model_type, config, reason, caplog
 ):
     model = small_model_of(model_type, **config)
+    info_once.cache_clear()  # of other tests in this process
     caplog.set_level("INFO", logger="hf_distca")
     for rank in (0, 0, 1):
         reason_of_model = why_sequences_stay_alone(model)

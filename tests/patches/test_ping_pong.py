@@ -421,6 +421,7 @@ def test_arguments_are_split_by_shape_and_results_joined():
         "stacked": stacked,
         "mask": masked,
         "positions": positions,
+        "axes": positions.expand(3, 1, 6),
     }
     parts = split_argument("x", argument, sizes)
     assert parts[0]["full"][0].tolist() == [[[0, 1], [2, 3]]]
@@ -429,6 +430,7 @@ def test_arguments_are_split_by_shape_and_results_joined():
     )  # joins gradients in one copy
     assert [list(part["stacked"].shape) for part in parts] == [[4, 1, 2, 3], [4, 1, 4, 3]]
     assert parts[1]["mask"].shape == (1, 1, 4, 1)
+    assert parts[1]["axes"].tolist() == [[[2, 3, 4, 5]]] * 3
     joined = {
         name: join_results("x", tuple(part[name] for part in parts), sizes)
         for name in ("full", "stacked", "positions")
@@ -456,6 +458,7 @@ def test_arguments_are_split_by_shape_and_results_joined():
             r"layer's memory \(a tensor of shape \[1, 1, 6, 6\]\).*set ping_pong=False",
         ),
         (torch.zeros(2, 6), r"a tensor of shape \[2, 6\]"),
+        (torch.zeros(3, 1, 6), r"a tensor of shape \[3, 1, 6\]"),
         (torch.zeros(3), r"a tensor of shape \[3\]"),
         (object(), r"\(object\)"),
         (

@@ -18,21 +18,24 @@ from tests.survey.outcomes import (
     WAYS,
     Outcome,
     Status,
-    model_types,
     outcome,
 )
+from tests.survey.tiny import MULTIMODAL, OF_TEXT
 
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "compatibility.md"
+NAMES = [*OF_TEXT, *sorted(MULTIMODAL)]
+"""Names of all models."""
 KINDS = ("padded", "documents")
 """Sequences that may begin alike."""
 ERROR = re.compile(r"\d\.\de-\d\d")
 TOP = """\
 # Model compatibility
 
-Every causal language model of transformers {version} was tested as a tiny model (some 32 wide, one
-layer of each kind, random weights) on two ranks with ping-pong. Its loss and all gradients are
-compared with one process that runs "eager" attention document by document. Each model trains in two
-ways:
+Every causal language model of transformers {version} was tested on text as a tiny model (some 32
+wide, one layer of each kind, random weights) on two ranks with ping-pong. Its loss and all
+gradients are compared with one process that runs "eager" attention document by document. {types}
+models are named by their type. {classes} further models take images or sound, too: they are named
+by their class, and keep their towers. Each model trains in two ways:
 
 - *trainer*: documents are laid out by the planner, as `DistCATrainer` does.
 - *loop*: documents stay on their rank, with `make_dispatcher` and `plan_batch`, under gradient
@@ -44,8 +47,8 @@ rotated as it would be alone in a row.
 
 {equal} give the loss and gradients of one process in both. Of these, {whole} keep documents whole
 on their rank ([hybrid models](../explanation/hybrid-models.md) says which, and why). {refused} are
-refused before the first step, by an error on every rank. {unbuilt} cannot be built as a tiny causal
-language model from a config of their type.
+refused before the first step, by an error on every rank. {untested} cannot be tested: they cannot
+be built as a tiny causal language model from a config of their type, or take no text alone.
 
 These models train again on sequences that [begin alike](../guides/preferences.md#shared-prefixes).
 {padded} models compute equal beginnings once in padded batches, and {documents} in documents.
@@ -72,7 +75,7 @@ SECTIONS: dict[Status, tuple[str, str]] = {
         ),
     ),
     "refused": ("Refused", "| model | reason |\n| --- | --- |"),
-    "not built": ("Not tested", "| model | why |\n| --- | --- |"),
+    "not tested": ("Not tested", "| model | why |\n| --- | --- |"),
 }
 
 
@@ -83,7 +86,9 @@ def page(outcomes: Sequence[Outcome]) -> str:
     counted = {
         "equal": counts["equal"],
         "refused": counts["refused"],
-        "unbuilt": counts["not built"],
+        "untested": counts["not tested"],
+        "types": len(OF_TEXT),
+        "classes": len(MULTIMODAL),
         "whole": whole,
         **{
             name: sum(outcome.sharing.get(name) == "shared" for outcome in outcomes)
@@ -108,11 +113,11 @@ def _row(outcome: Outcome) -> str:
         named = (outcome.errors.get(name) for name in (*WAYS, *STRETCHED))
         errors = " | ".join("–" if error is None else f"{error:.1e}" for error in named)
         sharing = " | ".join(outcome.sharing[name] for name in KINDS)
-        return f"| `{outcome.model_type}` | {outcome.layout} | {errors} | {sharing} |"
-    return f"| `{outcome.model_type}` | {outcome.told.replace('|', '/').replace('<', '&lt;')} |"
+        return f"| `{outcome.name}` | {outcome.layout} | {errors} | {sharing} |"
+    return f"| `{outcome.name}` | {outcome.told.replace('|', '/').replace('<', '&lt;')} |"
 
 
 if __name__ == "__main__":
     transformers.logging.set_verbosity_error()
     with closing(RankPool(2)) as pool:
-        PAGE.write_text(page([outcome(model_type, pool) for model_type in model_types()]))
+        PAGE.write_text(page([outcome(name, pool) for name in NAMES]))

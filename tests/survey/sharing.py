@@ -6,7 +6,6 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from transformers import AutoModelForCausalLM
 
 from hf_distca import DistCAConfig, pack_padded
 from hf_distca.models.decoder import backbone
@@ -25,7 +24,7 @@ from tests.shared_documents import (
     step_alone,
     targets_of,
 )
-from tests.survey.tiny import tiny_config
+from tests.survey.tiny import tiny_model
 
 Sharing = Literal["shared", "alone", "refused"]
 NEGLIGIBLE = 1e-3
@@ -35,9 +34,9 @@ LENGTHS = [40, 38, 30, 33, 44, 12, 41, 41, 20, 26, 44, 40]
 """Tokens of documents, which make two trees: one for each nano-batch."""
 
 
-def sharing_of_sequences(model_type: str) -> tuple[Sharing, float]:
+def sharing_of_sequences(name: str) -> tuple[Sharing, float]:
     """On each rank: what becomes of equal beginnings of a padded batch, and the largest error."""
-    model, stock = (_model(model_type, name) for name in ("distca", "eager"))
+    model, stock = (_model(name, attention) for attention in ("distca", "eager"))
     config = DistCAConfig(tokens_per_rank=128, device_profile="cpu", exchange_timeout=20.0)
     try:
         dispatcher = pack_padded(model, config, torch.device("cpu"))
@@ -56,9 +55,9 @@ def sharing_of_sequences(model_type: str) -> tuple[Sharing, float]:
     return "shared" if plans[0].shared_rows else "alone", _error(found, expected)
 
 
-def sharing_of_documents(model_type: str) -> tuple[Sharing, float]:
+def sharing_of_documents(name: str) -> tuple[Sharing, float]:
     """On each rank: what becomes of equal beginnings of documents, and the largest error."""
-    model, stock = (_model(model_type, name) for name in ("distca", "eager"))
+    model, stock = (_model(name, attention) for attention in ("distca", "eager"))
     if why_documents_stay_alone(model) is not None:
         return "alone", 0.0
     config = DistCAConfig(
@@ -83,10 +82,9 @@ def sharing_of_documents(model_type: str) -> tuple[Sharing, float]:
     return "shared", _error(found, step_alone(stock, documents))
 
 
-def _model(model_type: str, implementation: str) -> Any:
+def _model(name: str, implementation: str) -> Any:
     torch.manual_seed(0)
-    config = tiny_config(model_type)
-    return AutoModelForCausalLM.from_config(config, attn_implementation=implementation)
+    return tiny_model(name, implementation)
 
 
 def _summed(model: Any, loss: torch.Tensor) -> Step:

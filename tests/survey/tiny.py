@@ -1,9 +1,35 @@
-"""A tiny config of any causal language model of transformers, made from its default one."""
+"""A tiny model of any causal language model of transformers, made from its default config.
+
+A model is named by its type ("llama"), or by its class if it is one that takes images or sound, too
+("LlavaForConditionalGeneration").
+"""
 
 import copy
 from typing import Any
 
-from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    CONFIG_MAPPING,
+    AutoModelForCausalLM,
+    AutoModelForMultimodalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
+)
+
+from hf_distca.models.loading import attention_of
+from hf_distca.plan import ATTENTION_NAME
+
+OF_TEXT = sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+"""Types of models of which transformers has a causal language model."""
+MULTIMODAL = {
+    name: model_type
+    for model_type, name in sorted(MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES.items(), reverse=True)
+    if name not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
+}
+"""Types of further models, which take images or sound beside text, by class."""
 
 SIZES: dict[str, Any] = {
     # width
@@ -13,6 +39,13 @@ SIZES: dict[str, Any] = {
     **dict.fromkeys(
         ("word_embed_proj_dim", "input_embedding_size", "output_embedding_size", "lru_width"), 32
     ),
+    # towers
+    **dict.fromkeys(("projection_dim", "embed_dim", "base_channels", "projector_hidden_size"), 32),
+    **dict.fromkeys(("projector_input_dim", "projector_output_dim", "vision_output_dim"), 32),
+    **dict.fromkeys(("num_filters", "n_filters"), 2),
+    **dict.fromkeys(("image_token_embed_dim", "num_embeddings", "codebook_size"), 64),
+    **dict.fromkeys(("out_hidden_size", "text_hidden_size", "adapter_in_dim"), 32),
+    **dict.fromkeys(("adapter_out_dim", "adapter_input_size", "audio_hidden_size"), 32),
     **dict.fromkeys(
         ("intermediate_size", "ffn_dim", "dff", "dim_ff", "ffn_hidden_size", "decoder_ffn_dim"), 48
     ),
@@ -60,7 +93,7 @@ SIZES: dict[str, Any] = {
     ),
     **dict.fromkeys(("attention_chunk_size", "floor_scale", "keep_window_size", "window_size"), 8),
     **dict.fromkeys(("chunk_size", "mamba_chunk_size"), 8),
-    **dict.fromkeys(("linear_num_heads", "linear_num_key_heads", "linear_num_value_heads"), 2),
+    **dict.fromkeys(("linear_num_heads", "linear_num_key_heads", "linear_num_value_heads"), 4),
     **dict.fromkeys(("linear_head_dim", "linear_key_head_dim", "linear_value_head_dim"), 8),
     **dict.fromkeys(("mamba_d_state", "ssm_state_size", "state_size"), 8),
     **dict.fromkeys(("mamba_d_head", "mamba_head_dim", "mamba_headdim"), 16),
@@ -78,6 +111,7 @@ SIZES: dict[str, Any] = {
     **dict.fromkeys(("bos_token_id", "decoder_start_token_id", "cls_token_id"), 1),
     **dict.fromkeys(("eos_token_id", "sep_token_id"), 2),
     "pad_token_id": 0,
+    "blank_token_id": 63,
     "use_cache": False,
     "is_decoder": True,
     "query_pre_attn_scalar": 8,
@@ -115,6 +149,35 @@ _INDEXER = {
 }
 _SHARED_BLOCKS = {"num_hidden_layers": 4, "layers_block_type": ["linear_attention", "hybrid"] * 2}
 MORE: dict[str, dict[str, Any]] = {
+    "chameleon": {"vocabulary_map": {"<image>": 3}},
+    "cohere_compass": {
+        "text_config": {
+            "rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e4}}
+        }
+    },
+    "emu3": {"vocabulary_map": {"<image>": 3}},
+    "exaone4_5": {"text_config": {"model_type": "exaone4"}},
+    "fun_asr_nano": {"adaptor_config": {"intermediate_size": 8}},
+    "glm5_next": {
+        "text_config": {"index_kpool": 8, "qk_rope_head_dim": 0, "num_key_value_heads": 4}
+    },
+    "granite4_vision": {
+        "deepstack_layer_map": [[-1, 0]],
+        "downsample_rate": "1/2",
+        "vision_config": {"hidden_size": 64},
+    },
+    "kyutai_speech_to_text": {"audio_pad_token_id": 3, "codec_config": {"upsample_groups": 32}},
+    "qwen2_5_omni_thinker": {"vision_start_token_id": 3},
+    "qwen3_omni_moe_thinker": {"vision_start_token_id": 3},
+    "qwen3_omni_moe": {
+        "talker_config": {
+            "spatial_merge_size": 2,
+            "text_config": {"shared_expert_intermediate_size": 24},
+        }
+    },
+    "muse_spark": {"audio_config": {"hidden_sizes": [16, 32]}},
+    "molmo2": {"adapter_config": {"vision_feature_layer": [1, 0]}},
+    "nemotron_h_omni": {"vision_config": {"video_temporal_patch_size": 2}},
     "bamba": {"attn_layer_indices": [1]},
     "dbrx": {
         "attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8.0},
@@ -122,6 +185,10 @@ MORE: dict[str, dict[str, Any]] = {
     },
     "cohere_compass_text": {
         "rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e4}}
+    },
+    "deepseek_ocr2": {
+        "text_config": {"mlp_layer_types": ["dense", "sparse"], "num_experts_per_tok": 2},
+        "vision_config": {"sam_config": {"downsample_channels": [16, 32]}},
     },
     "dots3_note_text": {"num_key_value_heads": 4},
     "falcon_h1": {"mamba_d_ssm": 64, "mamba_d_head": 16, "mamba_n_heads": 4},
@@ -136,8 +203,12 @@ MORE: dict[str, dict[str, Any]] = {
     "lfm2": {"layer_types": ["conv", "full_attention"]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
     "mamba2": {"num_heads": 4, "head_dim": 16},
-    "qwen4_exp": {"text_config": _INDEXER},
     "qwen4_exp_text": _INDEXER,
+    "paddleocr_vl_text": {
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}
+    },
+    "perception_lm": {"vision_config": {"model_args": {"embed_dim": 32}}},
+    "step3p5": {"sliding_window": 8},
     "recurrent_gemma": {"num_hidden_layers": 3},
     "reformer": {"axial_pos_embds": False},
     "xmod": {"default_language": "en_XX"},
@@ -147,10 +218,45 @@ MORE: dict[str, dict[str, Any]] = {
 """What a type of model needs besides."""
 
 
-def tiny_config(model_type: str) -> PreTrainedConfig:
-    """A config of this type: about 32 wide, with a layer of each kind of the default config."""
-    config = CONFIG_MAPPING[model_type]
-    return config(**_tiny(config(), MORE.get(model_type, {})))
+OF_TIMM = ("gemma3n_vision", "timm_wrapper")
+"""Image towers of the package timm. Another tower takes their place: text reaches none."""
+TOWER = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "image_size": 28,
+    "patch_size": 14,
+}
+
+
+def tiny_model(
+    name: str, implementation: str, config: PreTrainedConfig | None = None
+) -> PreTrainedModel:
+    """A tiny model of this name, as trainers load it.
+
+    Args:
+        implementation: of attention; of the decoder's alone if it is planned.
+        config: in place of the tiny one.
+    """
+    auto: Any = AutoModelForMultimodalLM if name in MULTIMODAL else AutoModelForCausalLM
+    config = config or tiny_config(name)
+    attention = attention_of(config) if implementation == ATTENTION_NAME else implementation
+    model: PreTrainedModel = auto.from_config(config, attn_implementation=attention)
+    return model
+
+
+def tiny_config(name: str) -> PreTrainedConfig:
+    """The config of this model: about 32 wide, with a layer of each kind of the default config."""
+    model_type = MULTIMODAL.get(name, name)
+    config_class = CONFIG_MAPPING[model_type]
+    config = config_class(**_tiny(config_class(), MORE.get(model_type, {})))
+    tower = getattr(config, "vision_config", None)
+    if getattr(tower, "model_type", None) in OF_TIMM:
+        siglip = CONFIG_MAPPING["siglip_vision_model"](**TOWER)
+        vars(siglip).update({**vars(tower), **vars(siglip)})
+        vars(config)["vision_config"] = siglip  # some configs name a class of their own
+    return config
 
 
 def _tiny(default: PreTrainedConfig, more: dict[str, Any]) -> dict[str, Any]:
@@ -160,7 +266,7 @@ def _tiny(default: PreTrainedConfig, more: dict[str, Any]) -> dict[str, Any]:
     tiny: dict[str, Any] = {}
     for name, value in fields.items():
         if isinstance(value, PreTrainedConfig):
-            tiny[name] = _tiny(value, more.get(name, {}))
+            tiny[name] = _tiny(value, {**MORE.get(value.model_type, {}), **more.get(name, {})})
         elif name in LAYERS and isinstance(value, int):
             tiny[name] = len(shown)
         elif isinstance(value, (list, tuple)) and depth and len(value) == depth:
@@ -179,6 +285,10 @@ def _tiny(default: PreTrainedConfig, more: dict[str, Any]) -> dict[str, Any]:
         tiny["num_key_value_heads"] = tiny[
             "num_attention_heads"
         ]  # which has keys and values for every head
+    rope = fields.get("rope_parameters") or {}
+    has_sections = "mrope_section" in getattr(default, "ignore_keys_at_rope_validation", ())
+    if has_sections and "rope_theta" in rope:
+        tiny["rope_parameters"] = _in_sections(rope, {**fields, **tiny})
     return {
         **tiny,
         **{
@@ -187,6 +297,15 @@ def _tiny(default: PreTrainedConfig, more: dict[str, Any]) -> dict[str, Any]:
             if name not in tiny or not isinstance(value, dict)
         },
     }
+
+
+def _in_sections(rope: dict[str, Any], fields: dict[str, Any]) -> dict[str, Any]:
+    """Rotary parameters that divide the few frequencies among time, height and width."""
+    share = rope.get("partial_rotary_factor", fields.get("partial_rotary_factor", 1))
+    head_dim = fields.get("head_dim") or fields["hidden_size"] // fields["num_attention_heads"]
+    frequencies = int(head_dim * share) // 2
+    third = frequencies // 3
+    return {**rope, "mrope_section": [third, third, frequencies - 2 * third]}
 
 
 def shown_layers(fields: dict[str, Any], depth: int | None) -> list[int]:

@@ -257,6 +257,12 @@ def launched(strategy: str, environment: Mapping[str, str]) -> Iterator[pytest.M
             accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
 
 
+def watch_of(model: Any) -> Any:
+    """What looks for whole logits while a model trains, if its vocabulary tells them apart."""
+    vocabulary = model.config.get_text_config(decoder=True).vocab_size
+    return WholeLogits(VOCABULARY, rows=48) if vocabulary == VOCABULARY else nullcontext()
+
+
 def train_planned(folder: str, run: Run, strategy: str, name: str) -> Result:
     """A rank's training with hf_distca, or the error with which it ended."""
     how = STRATEGIES[strategy]
@@ -299,9 +305,7 @@ def train_planned(folder: str, run: Run, strategy: str, name: str) -> Result:
         trainer.compute_loss = noted
         return trainer
 
-    looked = (
-        WholeLogits(VOCABULARY, rows=48) if model.config.vocab_size == VOCABULARY else nullcontext()
-    )
+    looked = watch_of(model)
     with launched(strategy, run.environment) as patch:
         run.patched(patch)
         try:

@@ -17,8 +17,10 @@ from transformers import (
     AutoModel,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
+    AutoModelForMultimodalLM,
     AutoModelForTokenClassification,
     DataCollatorWithFlattening,
+    LlamaForCausalLM,
 )
 
 import hf_distca
@@ -80,7 +82,6 @@ def launch(
     facts: dict[str, Any] = {"compute_loss": hf_distca.DistCAMixin.compute_loss}
     facts |= {
         "is_deepspeed_enabled": False,
-        "model_accepts_loss_kwargs": True,
         "optimizer": None,
         "lr_scheduler": None,
     }
@@ -189,7 +190,6 @@ CASES: dict[str, list[dict[str, Any]]] = {
     ],
     "PACKED_TRAINER": [
         {"model": lambda: tiny("gpt2", AutoModel)},
-        {"trainer": {"model_accepts_loss_kwargs": False}},
     ],
     "PADDED_TRAINER": [{"tensor": 2, "model": divided()}],
     "PACKING": [
@@ -229,10 +229,7 @@ CASES: dict[str, list[dict[str, Any]]] = {
 TEXTS = {
     "ARGUMENTS": "or liger_kernel_config={'swiglu': False, 'geglu': False}",
     "PACKING": "accelerator_config.even_batches=False is set, but ",
-    "TRAINER": (
-        "model.vision_tower, model.multi_modal_projector of Gemma3ForConditionalGeneration get no "
-        "gradient"
-    ),
+    "TRAINER": ("model.visual of Qwen3VLForConditionalGeneration get no gradient"),
 }
 """Values in one of the messages."""
 ACCUMULATED = {"gradient_accumulation_steps": 2}
@@ -339,6 +336,13 @@ def plan(model: Any) -> Any:
     return hf_distca.plan_settings(model, config, ranks=2, device=torch.device("cpu"))
 
 
+class WithoutKeywords(LlamaForCausalLM):
+    """A model of a user whose loss does not get the number of targets."""
+
+    def forward(self, input_ids: Any, labels: Any = None, **kwargs: Any) -> Any:
+        return super().forward(input_ids=input_ids, labels=labels)
+
+
 Q = {"r": 4, "target_modules": ["q_proj"]}
 BERT = {"attention_probs_dropout_prob": 0.0, "is_decoder": True}
 WRONG: list[tuple[Any, dict[str, Any], Callable[[], Any]]] = [
@@ -366,7 +370,13 @@ WRONG: list[tuple[Any, dict[str, Any], Callable[[], Any]]] = [
     (Models.OWN_MASK, {"model": "DogeForCausalLM"}, lambda: small_model("doge")),
     (Models.OTHER_ATTENTION, {"name": "sdpa"}, lambda: small_model(implementation="sdpa")),
     (Models.DROPS_KEYWORDS, {"module": "StableLmDecoderLayer"}, lambda: tiny("stablelm")),
+    (
+        Models.DROPS_KEYWORDS,
+        {"module": "WithoutKeywords"},
+        lambda: WithoutKeywords(small_model().config),
+    ),
     (Models.NO_INTERFACE, {"stock": "'eager'"}, lambda: tiny("bloom")),
+    (Models.NO_FORWARD, {}, lambda: tiny("qwen2_5_omni", AutoModelForMultimodalLM)),
     (Models.POSITIONS_FROM_PADDING, {}, lambda: tiny("roberta")),
     (Models.BIAS, {}, lambda: tiny("inkling_text")),
     (Models.NO_LAYERS, {}, lambda: tiny("ctrl")),

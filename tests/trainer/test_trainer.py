@@ -223,6 +223,20 @@ def test_a_step_without_targets_of_data_that_have_some(
     assert [record.message for record in caplog.records].count(NO_TARGETS) == 1
 
 
+def test_trainings_that_change_no_weight(tmp_path, caplog):
+    frozen = small_model()
+    frozen.requires_grad_(False)
+    trainer = make_trainer(str(tmp_path), model=frozen, max_steps=1, save_strategy="no")
+    with refused(Run.ALL_FROZEN, model="LlamaForCausalLM"):
+        trainer.train()
+    assert trainer.evaluate()["eval_loss"] > 0
+    frozen.lm_head.requires_grad_(True)
+    trainer.train()
+    assert "learning_rate" not in caplog.text
+    make_trainer(str(tmp_path), max_steps=1, learning_rate=0.0, save_strategy="no").train()
+    assert "learning_rate=0 is set, so that training changes no weight" in caplog.text
+
+
 def test_evaluations_without_targets(tmp_path):
     arguments = {"max_steps": 1, **WITHOUT_FILTER}
     trainer = make_trainer(str(tmp_path), "stream", lengths=[1, 1, 1], **arguments)

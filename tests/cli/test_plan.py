@@ -384,10 +384,10 @@ def test_mixing_of_a_hybrid_that_is_cut(command, run, figures, tmp_path, monkeyp
     monkeypatch.setattr("hf_distca.cli.model.memory_of", lambda *_: {})
     monkeypatch.setattr("hf_distca.cli.model.exchange_buffers_of", lambda _: 0)
     mixing = figures(*cut)["mixing"]
-    # One layer: 3 rows of 48 channels in bfloat16; A and B of 2 heads, 8 rows and 16 columns in
+    # One layer: 3 rows of 96 channels in bfloat16; A and B of 4 heads, 8 rows and 16 columns in
     # float32.
-    halo = 3 * 48 * 2
-    state = 2 * 8 * 16 * 4
+    halo = 3 * 96 * 2
+    state = 4 * 8 * 16 * 4
     assert mixing["layers"] == 1
     assert mixing["segments"] == 2
     assert mixing["state_bytes"] == state

@@ -109,6 +109,28 @@ class Data:
         "every rank plans from the same documents in the same order",
         "give all ranks the whole data set, shuffled with one seed",
     )
+    STREAMS_DIFFER = Refusal(
+        "ranks {first} and {other} read different first documents of {name}",
+        "every rank is given the same stream and takes its share of the documents: some would be "
+        "lost, and others might come twice",
+        "give every rank the whole stream, which does not divide itself by rank (as by "
+        "split_dataset_by_node) and is shuffled with one seed; or set divided_streams=True if each "
+        "rank's stream has documents of its own",
+        condition="a stream that divides itself by rank, or that ranks shuffle differently",
+    )
+    STREAMS_EQUAL = Refusal(
+        "ranks {first} and {other} read the same first document of {name}",
+        "with divided_streams=True each rank trains on all documents that it reads: documents "
+        "would be trained on several times",
+        "set divided_streams=False, so that hf_distca divides streams, or divide this stream too",
+        condition="`divided_streams=True` with a stream that does not divide itself by rank",
+    )
+    SHARED_ROWS = Refusal(
+        "ranks {first} and {other} read different first documents of {name}",
+        "they share one model and train on the same documents",
+        "divide the stream into {ranks} parts, one for each rank that trains on its own documents",
+        condition="`divided_streams=True` with a stream that tensor-parallel processes divide",
+    )
     EMPTY = Refusal(
         "{name} has no documents", "training needs documents", "give at least one document"
     )

@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Callable, Iterator
+from itertools import chain
 from types import SimpleNamespace
 from typing import Any
 
@@ -75,6 +76,16 @@ DIVIDED: dict[str, Callable[[], Any]] = {
 }
 
 
+def recording(step: Callable[..., Any], read: list[int]) -> Callable[..., Any]:
+    """A training step that notes the documents that it is given."""
+
+    def recorded(model: Any, inputs: Any, *args: Any) -> Any:
+        read.extend(token for token in inputs["input_ids"][0].tolist() if token >= FIRST)
+        return step(model, inputs, *args)
+
+    return recorded
+
+
 def _read(folder: str) -> dict[str, list[int]]:
     """The documents that this rank trains on, by the number of processes and the stream."""
     read: dict[str, list[int]] = {}
@@ -93,12 +104,7 @@ def _read(folder: str) -> dict[str, list[int]]:
             trainer.args.divided_streams = name in DIVIDED
             trainer.train_dataset = make()
             tokens = read[f"{name}, {processes} processes"] = []
-
-            def recorded(model: Any, inputs: Any, *args: Any, read: list[int] = tokens) -> Any:
-                read += [token for token in inputs["input_ids"][0].tolist() if token >= FIRST]
-                return step(model, inputs, *args)
-
-            trainer.training_step = recorded
+            trainer.training_step = recording(step, tokens)
             trainer.train()
         trainer.close()
     return read
@@ -110,7 +116,7 @@ def test_every_document_of_a_stream_is_read_once(rank_pools, tmp_path, subtests)
         with subtests.test(name):
             parts = [read[name] for read in read_by_rank]
             assert all(parts)
-            assert sorted(sum(parts, [])) == list(range(FIRST, FIRST + DOCUMENTS))
+            assert sorted(chain(*parts)) == list(range(FIRST, FIRST + DOCUMENTS))
 
 
 def _refused(folder: str) -> None:

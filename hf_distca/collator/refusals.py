@@ -4,6 +4,7 @@
 """
 
 from hf_distca.batches.refusals import CUT
+from hf_distca.collator.formats import ROWS
 from hf_distca.refusal import Refusal
 
 REMOVE_EMPTY = "remove empty documents: dataset.filter(lambda e: e['input_ids'])"
@@ -235,6 +236,9 @@ class Source:
         "'trl-lib/Capybara'",
         condition="a file or folder that does not exist",
     )
+    NO_MATCH = Refusal(
+        "no file matches {pattern!r}", "documents are read from files", "give another pattern"
+    )
     EMPTY_FOLDER = Refusal(
         "the folder {path!r} has no files, or only empty ones",
         "documents are read from them",
@@ -249,11 +253,33 @@ class Source:
     EMPTY_FILE = Refusal(
         "the file {path!r} is empty", "a document needs a text or a row", "leave the file out"
     )
+    UNKNOWN_FORMAT = Refusal(
+        "{path!r} {why}",
+        f"only text is read from files with other suffixes than {', '.join(ROWS)} (also "
+        "compressed, such as .jsonl.gz or .txt.gz)",
+        "leave the file out, rename it by what it holds, or load it with `datasets.load_dataset` "
+        "and pass that data set",
+        condition=(
+            "a file that is compressed, binary or has rows of JSON, whose suffix does not say what "
+            "it holds"
+        ),
+    )
+    NEEDS_PACKAGE = Refusal(
+        "{path!r} is compressed",
+        "the package {package} is missing, which reads such files",
+        "run: pip install {package}",
+        condition="a `.zst` or `.lz4` file without the package that reads it",
+    )
+    NOT_UTF8 = Refusal(
+        "{path} cannot be read as {kind}: it has the bytes {found}",
+        "they are not UTF-8, which text must be",
+        "convert the file, such as with iconv -f LATIN1 -t UTF-8, or leave it out",
+        condition="a file of text in another encoding than UTF-8",
+    )
     UNREADABLE = Refusal(
         "{path} cannot be read as {kind}: {why}",
         "a document that is left out in silence would be missing",
-        "repair the file or leave it out; text must be UTF-8: iconv -f LATIN1 -t UTF-8 converts a "
-        "file",
+        "repair the file or leave it out",
     )
     NOT_LOADED = Refusal(
         "{path!r} is {place} and cannot be loaded by `datasets` ({why})",
@@ -267,6 +293,6 @@ class Source:
     )
     OTHER_COLUMNS = Refusal(
         "{path!r} has the columns {columns}",
-        "{first_path!r} has the columns {first}, and one data set has the same columns everywhere",
+        "{first_path!r} has the columns {first}, and a data set has the same columns everywhere",
         "give sources with the same columns, or load and join them with `datasets`",
     )

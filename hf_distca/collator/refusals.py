@@ -4,7 +4,7 @@
 """
 
 from hf_distca.batches.refusals import CUT
-from hf_distca.collator.formats import ROWS
+from hf_distca.collator.formats import ROWS, WILDCARDS
 from hf_distca.refusal import Refusal
 
 REMOVE_EMPTY = "remove empty documents: dataset.filter(lambda e: e['input_ids'])"
@@ -243,6 +243,12 @@ class Source:
         "the folder {path!r} has no files, or only empty ones",
         "documents are read from them",
         "name another folder",
+    )
+    WILDCARDS = Refusal(
+        f"the path of the folder {{path!r}} has one of the characters {' '.join(WILDCARDS)}",
+        "`datasets` takes it for a pattern, and might read another folder",
+        "rename the folder, or name its files",
+        condition="a folder with tables whose path has a character of patterns",
     )
     MIXED_FOLDER = Refusal(
         "the folder {path!r} has text files such as {text!r} and tables such as {table!r}",

@@ -18,7 +18,7 @@ import datasets
 import pyarrow as pa
 from datasets.load import infer_module_for_data_files_list
 
-from hf_distca.collator.formats import COMPRESSED, TEXTS, is_hub_name, is_pattern
+from hf_distca.collator.formats import COMPRESSED, TEXTS, WILDCARDS, is_hub_name, is_pattern
 from hf_distca.collator.refusals import Source
 from hf_distca.progress import is_first_rank
 
@@ -184,6 +184,8 @@ def _parts_of_folder(folder: Path, source: str) -> list[SourcePart]:
     for part in tables:
         _check_package(part)
     if tables:
+        if any(character in str(folder.absolute()) for character in WILDCARDS):
+            raise Source.WILDCARDS.error(path=source)
         return [SourcePart(NAMED, source)]
     documents = [file for file in files if file.stat().st_size > 0]
     if not documents:
@@ -279,7 +281,7 @@ def _load_files(kind: str, paths: list[str], options: dict[str, Any]) -> dataset
 def _loaded(kind: str, paths: list[str], options: dict[str, Any]) -> datasets.Dataset:
     """Load files of one format as `datasets` does, but for rows whose fields have no names."""
     # `datasets` takes a path for a pattern.
-    files = [escape(path) for path in paths]
+    files = [escape(str(Path(path).absolute())) for path in paths]
     loaded = datasets.load_dataset(kind, data_files=files, split="train", **options)
     # pandas takes the first fields of such rows for names of rows.
     if kind == "csv" and any(name.startswith(UNNAMED_COLUMN) for name in loaded.column_names):

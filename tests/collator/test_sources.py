@@ -184,6 +184,17 @@ def test_patterns_stand_for_files_in_the_order_of_their_names(tmp_path):
         load_documents("nosuch/*")
 
 
+def test_brackets_in_the_path_of_a_folder(tmp_path, monkeypatch):
+    for folder in ("d[1]", "d1"):
+        for name in ("a.txt", "rows/a.jsonl"):
+            file(tmp_path, f"{folder}/{name}", f'{{"text": "{folder}"}}\n')
+    monkeypatch.chdir(tmp_path / "data" / "d[1]")
+    assert load_documents("a.txt")["text"][:] == ['{"text": "d[1]"}\n']
+    with refused(Source.WILDCARDS, path="rows"):  # `datasets` would read the other folder
+        load_documents("rows")
+    assert load_documents("rows/a.jsonl")["text"][:] == ["d[1]"]
+
+
 def test_names_tell_rows_as_datasets_does():
     for suffix in ROWS:
         assert infer_module_for_data_files_list([f"a{suffix}"])[0] in sources.TABLES

@@ -12,7 +12,8 @@ from importlib.util import find_spec
 from itertools import groupby
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from textwrap import shorten
+from typing import Any, Literal, NamedTuple, get_args
 
 import datasets
 import pyarrow as pa
@@ -20,10 +21,14 @@ from datasets.load import infer_module_for_data_files_list
 
 from hf_distca.collator.formats import COMPRESSED, TEXTS, WILDCARDS, is_hub_name, is_pattern
 from hf_distca.collator.refusals import Source
+from hf_distca.collator.texts import bytes_around
 from hf_distca.progress import is_first_rank
+from hf_distca.refusal import RefusedError
 
 logger = logging.getLogger(__name__)
 
+SampleBy = Literal["document", "paragraph"]
+"""Documents of a text file: the file, or its paragraphs."""
 TEXT = "text"
 """Format of text files."""
 TABLES = ("arrow", "csv", "json", "parquet")
@@ -40,8 +45,8 @@ HEAD_BYTES = 8192
 """Bytes of a file that show whether it is text."""
 CONTROLS = frozenset(range(32)) - frozenset(b"\a\b\t\n\v\f\r\x1b")
 """Bytes that no text has, in whatever encoding of 8 bits."""
-SHOWN_BYTES = 10
-"""Bytes of a file that an error shows, before and after a fault."""
+REASON_CHARACTERS = 200
+"""Most characters of a reason in an error."""
 UNNAMED_COLUMN = "__index_level_"
 """Beginning of the names that columns of a table without a name get."""
 
@@ -71,7 +76,7 @@ def load_documents(
     sources: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
     *,
     split: str = "train",
-    sample_by: Literal["document", "paragraph"] = "document",
+    sample_by: SampleBy = "document",
 ) -> datasets.Dataset:
     """Load a data set with one document a row.
 
@@ -98,6 +103,8 @@ def load_documents(
     Raises:
         ValueError: a source cannot be read. The message names the file.
     """
+    if sample_by not in get_args(SampleBy):
+        raise Source.NO_WAY_TO_DIVIDE.error(given=sample_by)
     if isinstance(sources, str | os.PathLike):
         sources = [sources]
     parts: list[SourcePart] = []
@@ -270,8 +277,13 @@ def _load_files(kind: str, paths: list[str], options: dict[str, Any]) -> dataset
     """Load files of one format."""
     try:
         return _loaded(kind, paths, options)
+    except RefusedError:
+        raise
     # `datasets` wraps some errors of parsers, decompressors and the file system, and others not.
     except Exception as error:
+        cause = error.__cause__ or error
+        if isinstance(cause, OSError) and cause.errno is not None:  # such as a full disk
+            raise
         if len(paths) == 1:
             raise _unreadable(kind, paths[0], error) from error
     # A file cannot be read, or files have other columns.
@@ -282,7 +294,12 @@ def _loaded(kind: str, paths: list[str], options: dict[str, Any]) -> datasets.Da
     """Load files of one format as `datasets` does, but for rows whose fields have no names."""
     # `datasets` takes a path for a pattern.
     files = [escape(str(Path(path).absolute())) for path in paths]
-    loaded = datasets.load_dataset(kind, data_files=files, split="train", **options)
+    builder = datasets.load_dataset_builder(kind, data_files=files, **options)
+    builder.download_and_prepare()
+    splits = builder.info.splits
+    if splits is None or splits["train"].num_examples == 0:
+        raise Source.NO_ROWS.error(paths=", ".join(paths))
+    loaded = builder.as_dataset(split="train")
     # pandas takes the first fields of such rows for names of rows.
     if kind == "csv" and any(name.startswith(UNNAMED_COLUMN) for name in loaded.column_names):
         raise ValueError("rows have more fields than the first line; does a field lack quotes?")
@@ -293,8 +310,7 @@ def _unreadable(kind: str, path: str, error: Exception) -> ValueError:
     """Return the refusal of a file that cannot be read."""
     cause = error.__cause__ or error
     if isinstance(cause, UnicodeDecodeError):
-        found = cause.object[max(cause.start - SHOWN_BYTES, 0) : cause.start + SHOWN_BYTES]
-        return Source.NOT_UTF8.error(path=path, kind=kind, found=found)
+        return Source.NOT_UTF8.error(path=path, kind=kind, found=bytes_around(cause))
     return Source.UNREADABLE.error(path=path, kind=kind, why=_reason(error))
 
 
@@ -313,8 +329,8 @@ def _load_named(kind: str, name: str, split: str) -> datasets.Dataset:
         folder = Path(name)
         if type(error) is not ValueError:  # that is one of a wrong split
             _check_tables(folder)
-        place = "a folder" if folder.is_dir() else "no file here"
-        raise Source.NOT_LOADED.error(path=name, place=place, why=_reason(error)) from error
+        refusal = Source.FOLDER_NOT_LOADED if folder.is_dir() else Source.NOT_LOADED
+        raise refusal.error(path=name, why=_reason(error)) from error
 
 
 def _check_tables(folder: Path) -> None:
@@ -326,6 +342,6 @@ def _check_tables(folder: Path) -> None:
 
 
 def _reason(error: BaseException) -> str:
-    """Return the first line of an error's cause: `datasets` wraps the errors of parsers."""
+    """Return an error's cause in a line: `datasets` wraps the errors of parsers."""
     cause = error.__cause__ or error
-    return next(iter(str(cause).strip().splitlines()), type(cause).__name__)
+    return shorten(str(cause), REASON_CHARACTERS, placeholder=" …") or type(cause).__name__

@@ -160,7 +160,7 @@ class StreamPacker(IterableDataset[dict[str, Any]]):
         for number, example in enumerate(self._share()):
             name = f"document {number} of rank {self.rank}'s share of {self.name}"
             if self._texts is not None:
-                example = self._texts.tokenized(example, name)
+                example = self._texts.tokenized(example, name, is_first=number == 0)
             document = token_document(example, name, self.columns)
             self.limits.check_document(document, name)
             # A document beyond the limit is refused, truncated or, below, split.

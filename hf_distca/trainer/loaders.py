@@ -257,7 +257,8 @@ class PackedLoaders:
         """
         groups = self._dispatcher.groups
         datasets = named_datasets(self._trainer.eval_dataset, "eval_dataset")
-        names_of_ranks = groups.all_gather(tuple(datasets), in_world=True)
+        names = ", ".join(datasets) or "no eval_dataset"
+        names_of_ranks = groups.all_gather(names, in_world=True)
         if len(set(names_of_ranks)) > 1:
             raise Data.DIFFERENT.error(found=_listed_by_rank(names_of_ranks))
         for dataset in datasets.values():

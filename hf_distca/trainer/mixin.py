@@ -165,8 +165,10 @@ class DistCAMixin(PlannedTraining):
             return datasets
         if not isinstance(chosen, str):
             return chosen
-        if not isinstance(datasets, dict) or chosen not in datasets:
+        if not isinstance(datasets, dict):
             raise Data.A_NAME.error(name="eval_dataset", given=chosen)
+        if chosen not in datasets:
+            raise Data.NO_SUCH_NAME.error(given=chosen, names=", ".join(map(repr, datasets)))
         return datasets[chosen]
 
     def _is_own_evaluation_dataset(self, dataset: Any) -> bool:

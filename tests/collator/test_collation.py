@@ -374,7 +374,7 @@ def test_lengths_of_a_flattened_batch(options):
     [
         ([0, 3, 9], [-100, 3, 9], None, {}),
         ([0, 10, 9], [-100, 3, 9], Batch.TOKEN_ID, {"token": 10, "at": 1, "last": 9}),
-        ([0, -1, 9], [-100, 3, 9], Batch.TOKEN_ID, {"token": -1, "at": 1}),
+        ([0, -1, 9], [-100, 3, 9], Batch.NEGATIVE_TOKEN, {"token": -1, "at": " at position 1"}),
         ([0, 3, 9], [-100, 8, -1], Batch.TARGET_ID, {"label": -1, "at": 2, "last": 8}),
         ([0, 3, 9], [9, -100, -100], Batch.TARGET_ID, {"label": 9, "at": 0}),
         ([0, 3, 9], [-100, -100, -100], None, {}),

@@ -7,6 +7,7 @@ import lzma
 import zipfile
 from pathlib import Path
 
+import datasets
 import pytest
 from datasets import Dataset, DatasetDict
 from datasets.load import infer_module_for_data_files_list
@@ -65,7 +66,7 @@ def test_a_folder_of_sources(tmp_path, caplog, monkeypatch):
     load_documents(folder)
     assert caplog.messages == []
     (tmp_path / "data" / "inner" / "__main__.py").unlink()
-    with pytest.raises(ValueError, match="has no files, or only empty ones"):
+    with refused(Source.EMPTY_FOLDER, path=str(tmp_path / "data" / "inner")):
         load_documents(str(tmp_path / "data" / "inner"))
     with pytest.raises(ValueError, match=r"inner/__init__\.py' is empty"):
         load_documents(str(tmp_path / "data" / "inner" / "__init__.py"))
@@ -338,8 +339,14 @@ def test_an_unreadable_table_of_a_folder_is_named(tmp_path):
 
 def test_a_folder_without_the_split_is_a_folder(tmp_path):
     file(tmp_path, "good.csv", "text\nx\n")
-    with pytest.raises(ValueError, match="is a folder and cannot be loaded by `datasets`"):
-        load_documents(str(tmp_path / "data"), split="validation")
+    folder = str(tmp_path / "data")
+    with refused(Source.FOLDER_NOT_LOADED, path=folder) as error:
+        load_documents(folder, split="validation")
+    assert 'Unknown split "validation"' in str(error.value)
+    file(tmp_path, "other.csv", "body\nx\n")
+    with refused(Source.FOLDER_NOT_LOADED, path=folder) as error:
+        load_documents(folder)
+    assert "body: large_string" in str(error.value)
 
 
 @pytest.mark.parametrize(
@@ -352,7 +359,7 @@ def test_a_folder_without_the_split_is_a_folder(tmp_path):
             "someone/nosuch",
             "'someone/nosuch' is no file here and cannot be loaded by `datasets`",
         ),
-        ("{tmp_path}/empty", "the folder '.*empty' has no files, or only empty ones"),
+        ("{tmp_path}/empty", "the folder '.*empty' has no files, or only empty and hidden ones"),
     ],
 )
 def test_sources_that_do_not_exist(tmp_path, source, message):
@@ -364,3 +371,24 @@ def test_sources_that_do_not_exist(tmp_path, source, message):
 def test_no_source():
     with pytest.raises(ValueError, match="no source is named"):
         load_documents([])
+
+
+@pytest.mark.parametrize(("name", "content"), [("a.csv", "text\n"), ("a.json", "[]")])
+def test_a_file_without_rows(tmp_path, name, content):
+    source = file(tmp_path, name, content)
+    with refused(Source.NO_ROWS, paths=source):
+        load_documents(source)
+
+
+def test_lines_are_no_documents(tmp_path):
+    with refused(Source.NO_WAY_TO_DIVIDE, given="line"):
+        load_documents(file(tmp_path, "a.txt", "one\n"), sample_by="line")  # type: ignore[arg-type]
+
+
+def test_an_error_of_the_disk_is_raised_as_it_is(tmp_path, monkeypatch):
+    def fail(*_args, **_options):
+        raise datasets.exceptions.DatasetGenerationError from OSError(28, "No space left", "/cache")
+
+    monkeypatch.setattr(datasets.DatasetBuilder, "download_and_prepare", fail)
+    with pytest.raises(datasets.exceptions.DatasetGenerationError):
+        load_documents(file(tmp_path, "a.jsonl", '{"text": "x"}\n'))

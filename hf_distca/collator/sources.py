@@ -335,7 +335,7 @@ def _load_named(kind: str, name: str, split: str) -> datasets.Dataset:
 
 def _check_tables(folder: Path) -> None:
     """Raise ValueError for the first table in a folder that cannot be read alone."""
-    for file in sorted(folder.rglob("*")):
+    for file in filter(Path.is_file, sorted(folder.rglob("*"))):
         kind, path, options = _format_of(str(file))
         if kind in TABLES:
             _load_files(kind, [path], dict(options))

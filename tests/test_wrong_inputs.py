@@ -15,6 +15,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import datasets
+import pyarrow as pa
 import pytest
 import torch
 import torch.distributed as dist
@@ -84,6 +85,11 @@ def train_chats(folder: Any, rows: Any, model: Any = None) -> None:
     hf_distca.DistCASFTTrainer(model or small_model(), args, **given).train()
 
 
+def latin(*texts: str) -> pa.Array:
+    """Texts in Latin-1 where Arrow expects UTF-8, as its reader of JSON lets them be."""
+    return pa.array([text.encode("latin-1") for text in texts]).view(pa.string())
+
+
 def saved_model(folder: Path) -> str:
     """Save a model without a tokenizer."""
     small_model().save_pretrained(folder)
@@ -116,15 +122,32 @@ A_ROW = (
     "but a document is a dictionary of columns, such as {'input_ids': [1, 2]} or {'text': 'a b'}; "
     "give dictionaries, …"
 )
+NO_VALUE = (
+    "has None in 'text', but a document is a text; remove such documents, as with "
+    "dataset.filter(lambda e: e['text'] is not None)"
+)
 A_TEXT = (
-    "but a document is a text; remove such documents: dataset.filter(lambda e: "
-    "isinstance(e['text'], str))"
+    "but a document is a text; set dataset_text_field to the column with the text, or make a text "
+    "of each value"
+)
+NEITHER = (
+    "but it has neither tokens in 'input_ids' nor text in 'text'; set dataset_text_field to the "
+    "column with the text"
 )
 A_LIST = (
-    "but a document has one list of integers, one for each token; tokenize each document by "
-    "itself, …"
+    "but a document has one list of integers there, one for each token; make tokens of a text with "
+    "the tokenizer, or remove such documents"
 )
+WITHOUT_ANSWERS = (
+    "and no 'input_ids', but these are preferences or prompts without an answer, and no documents; "
+    "use hf_distca.DistCADPOTrainer or DistCARewardTrainer for preferences, and …"
+)
+NO_WEIGHT = "a training would have the loss 0 and change no weight: "
 FIRST = "document 0 of train_dataset"
+ONE_TOKEN = (
+    "documents of train_dataset has more than one token, but a token is predicted from tokens "
+    "before it, so a training would change no weight; give longer documents; …"
+)
 DATA: Rows = [
     (
         "a DatasetDict, its split forgotten",
@@ -195,7 +218,10 @@ DATA: Rows = [
     (
         "a function that yields",
         lambda: DATA.__iter__,
-        f"train_dataset is of the type method-wrapper, but {NOT_GIVEN}",
+        (
+            "train_dataset is the function __iter__, but it gives no documents before it is "
+            "called; make a stream of it: datasets.IterableDataset.from_generator(__iter__)"
+        ),
     ),
     ("a class", lambda: datasets.Dataset, f"train_dataset is the class Dataset, but {NOT_GIVEN}"),
     (
@@ -235,7 +261,7 @@ DATA: Rows = [
     (
         "a text that is None",
         lambda: [{"text": None}],
-        f"{FIRST} has a value of the type NoneType in 'text', {A_TEXT}",
+        f"{FIRST} {NO_VALUE}",
     ),
     (
         "a text that is a number",
@@ -250,17 +276,36 @@ DATA: Rows = [
     (
         "a stored text that is None",
         lambda: stored([*TEXTS, {"text": None}]),
-        f"document 4 of train_dataset has a value of the type NoneType in 'text', {A_TEXT}",
+        f"document 4 of train_dataset {NO_VALUE}",
     ),
     (
         "a text in another column",
         lambda: stored([{"content": "w1", "source": 1}]),
+        f"{FIRST} has the columns ['content', 'source'], {NEITHER}",
+    ),
+    (
+        "a text in another column of a stream",
+        lambda: Stream([{"content": "w1"}]),
+        f"document 0 of rank 0's share of train_dataset has the columns ['content'], {NEITHER}",
+    ),
+    (
+        "a text in another column of one document",
+        lambda: [*TEXTS, {"content": "w1"}],
         (
-            f"{FIRST} has the columns ['content', 'source'], but it has neither tokens in "
-            "'input_ids' nor text in 'text'; set dataset_text_field to the column with the text, "
-            "or remove such documents"
+            "document 4 of train_dataset has the columns ['content'], but it has no text in "
+            "'text', which the first document has; give it a text there, or remove such documents"
         ),
     ),
+    (
+        "a text in Latin-1 of a stored data set",
+        lambda: datasets.Dataset(pa.table({"text": latin("a", "déjà vu")})),
+        (
+            r"train_dataset has a text with the bytes b'd\xe9j\xe0 vu', but they are not UTF-8, "
+            "which text must be; convert the file that the data set was made of, such as with "
+            "iconv -f LATIN1 -t UTF-8"
+        ),
+    ),
+    ("no text in empty texts", lambda: [{"text": ""}], f"none of the 1 {ONE_TOKEN}"),
     (
         "chats without TRL",
         lambda: stored(CHATS),
@@ -276,6 +321,16 @@ DATA: Rows = [
         f"{FIRST} has 'prompt', 'completion' and …",
     ),
     (
+        "preferences",
+        lambda: stored([{"chosen": "w1", "rejected": "w2"}]),
+        f"{FIRST} has 'chosen', 'rejected' {WITHOUT_ANSWERS}",
+    ),
+    (
+        "prompts without answers",
+        lambda: Stream([{"prompt": "w1"}]),
+        f"document 0 of rank 0's share of train_dataset has 'prompt' {WITHOUT_ANSWERS}",
+    ),
+    (
         "tokens for one document only",
         lambda: [*TOKENS, {"text": "w1"}],
         "document 4 of train_dataset has no column 'input_ids'; …",
@@ -283,34 +338,41 @@ DATA: Rows = [
     (
         "tokens that are text",
         lambda: [{"input_ids": "w1"}],
-        f"{FIRST} has 'input_ids' of shape () and type <U2, {A_LIST}",
+        f"{FIRST} has 'w1' in 'input_ids', {A_LIST}",
     ),
     (
         "tokens that are None",
         lambda: [{"input_ids": None}],
-        f"{FIRST} has 'input_ids' of shape () and type object, {A_LIST}",
+        f"{FIRST} has None in 'input_ids', {A_LIST}",
     ),
     (
         "one token",
         lambda: [{"input_ids": 3}],
-        f"{FIRST} has 'input_ids' of shape () and type int64, {A_LIST}",
+        f"{FIRST} has 3 in 'input_ids', {A_LIST}",
     ),
     (
         "tokens of tokenizer(…, return_tensors='pt')",
         lambda: [{"input_ids": torch.tensor([[3, 4]])}],
-        f"{FIRST} has 'input_ids' of shape (1, 2) and type int64, {A_LIST}",
+        (
+            f"{FIRST} has lists of lists, or a tensor of several dimensions, in 'input_ids', but a "
+            "document has one list of integers there, one for each token; tokenize each document "
+            "by itself, without return_tensors"
+        ),
     ),
     (
         "fractions as tokens",
         lambda: [{"input_ids": [0.5]}],
-        f"{FIRST} has 'input_ids' of shape (1,) and type float64, {A_LIST}",
+        (
+            f"{FIRST} has 0.5 at position 0 of 'input_ids', but tokens and labels are integers; "
+            "give the ids that the tokenizer returns: tokenizer(text).input_ids"
+        ),
     ),
     (
         "a class as label",
         lambda: [{"input_ids": [3, 4], "labels": 1}],
         (
-            f"{FIRST} has 'labels' of shape () and type int64, …; classes of whole documents "
-            "cannot be labels"
+            f"{FIRST} has 1 in 'labels', but classes of whole documents cannot be labels: each "
+            "token needs one; remove the column 'labels'; each token then predicts the next"
         ),
     ),
     (
@@ -334,10 +396,29 @@ DATA: Rows = [
         "a column that the model takes",
         lambda: stored([{"input_ids": [3, 4], "label": 1}]),
         (
-            "train_dataset has columns that a packed batch cannot carry: ['label'], …; remove the "
-            "others with dataset.remove_columns(['label']), …"
+            "train_dataset has columns that the model takes and a packed batch cannot carry: "
+            "['label'], but it carries only 'input_ids', and optionally 'labels', …; remove them, "
+            "as with dataset.remove_columns(['label'])"
         ),
     ),
+    (
+        "positions",
+        lambda: [{"input_ids": [3, 4], "position_ids": [0, 1]}],
+        (
+            f"{FIRST} has columns that the model takes …: ['position_ids'], but it carries only "
+            "'input_ids', …; positions are made in packing; remove them, …"
+        ),
+    ),
+    (
+        "labels of -100 alone",
+        lambda: [{"input_ids": [3, 4], "labels": [-100, -100]}],
+        (
+            f"none of the 1 documents of train_dataset has a target, but {NO_WEIGHT}all labels are "
+            "-100 after the first token of each document, which nothing predicts; give labels to "
+            "the tokens of the answers, or leave the column 'labels' out, …"
+        ),
+    ),
+    ("documents of one token", lambda: [{"input_ids": [3]}] * 2, f"none of the 2 {ONE_TOKEN}"),
     (
         "a document without tokens",
         lambda: [{"input_ids": []}],
@@ -350,6 +431,14 @@ DATA: Rows = [
             f"{FIRST} has the token id 64 at position 1, but the model's embedding has the ids 0 "
             "to 63; use the model's own tokenizer, or enlarge the embedding: "
             "model.resize_token_embeddings(len(tokenizer))"
+        ),
+    ),
+    (
+        "-100 as a token",
+        lambda: [{"input_ids": [3, -100]}],
+        (
+            f"{FIRST} has the token id -100 at position 1, but token ids begin at 0; give the ids "
+            "of the tokenizer; -100 is for labels alone"
         ),
     ),
     (
@@ -367,6 +456,14 @@ DATA: Rows = [
         (
             "the column 'length' of lengths of train_dataset has the type …, but lengths are one "
             "integer per document; …"
+        ),
+    ),
+    (
+        "a length that is missing",
+        lambda: stored([{"input_ids": [3], "length": 1}, {"input_ids": [3], "length": None}]),
+        (
+            "document 1 of train_dataset has None in its column 'length' of lengths, but a length "
+            "is an integer; remove the column: lengths are then computed from input_ids"
         ),
     ),
     (
@@ -467,7 +564,10 @@ GIVEN: Rows = [
     (
         "the name of no evaluation data",
         evaluate_by_name,
-        f"eval_dataset is the text 'other', {LOADED}…",
+        (
+            "eval_dataset is 'other', but the evaluation data sets of the trainer are named "
+            "'own'; give one of these names, or a data set"
+        ),
     ),
     # Tokenizers
     (
@@ -585,6 +685,39 @@ GIVEN: Rows = [
         dispatch(lambda: "gpt2"),
         f"model is 'gpt2', {MODEL}",
     ),
+    # Arguments of data
+    (
+        "columns that are kept",
+        lambda folder: train(
+            folder, stored([{"input_ids": [3, 4], "source": 1}]), remove_unused_columns=False
+        ),
+        (
+            "train_dataset has columns that a packed batch cannot carry: ['source'], …; remove "
+            "them with dataset.remove_columns(['source']), or set remove_unused_columns=True, …"
+        ),
+    ),
+    (
+        "answers that are cut off",
+        lambda folder: train(
+            folder,
+            [{"input_ids": [3] * 161, "labels": [-100] * 160 + [3]}],
+            long_documents="truncate",
+        ),
+        (
+            f"none of the 1 documents of train_dataset has a target, but {NO_WEIGHT}"
+            "long_documents='truncate' cuts documents to 160 tokens, and all labels before are "
+            "-100; raise tokens_per_rank, or set long_documents='split'"
+        ),
+    ),
+    (
+        "a document that is too long for a rank",
+        lambda folder: train(folder, [{"input_ids": [3] * 161}], document_layout="whole"),
+        (
+            "1 of 1 documents of train_dataset are longer than tokens_per_rank = 160 tokens, such "
+            "as document 0 with 161, but documents stay whole on a rank; raise tokens_per_rank, "
+            "set document_layout='joint' …"
+        ),
+    ),
     # Arguments
     (
         "settings in a dictionary",
@@ -647,15 +780,22 @@ GIVEN: Rows = [
     (
         "a text that is None with TRL",
         lambda folder: train_chats(folder, stored([*TEXTS, {"text": None}])),
-        f"document 4 of train_dataset has a value of the type NoneType in 'text', {A_TEXT}",
+        f"document 4 of train_dataset {NO_VALUE}",
     ),
     (
         "a text in another column with TRL",
         lambda folder: train_chats(folder, stored([{"content": "w1"}])),
-        (
-            f"{FIRST} has the columns ['content'], but it has neither tokens in 'input_ids' nor "
-            "text in 'text'; …"
-        ),
+        f"train_dataset has the columns ['content'], {NEITHER}",
+    ),
+    (
+        "preferences with TRL",
+        lambda folder: train_chats(folder, stored([{"chosen": "w1", "rejected": "w2"}])),
+        f"train_dataset has 'chosen', 'rejected' {WITHOUT_ANSWERS}",
+    ),
+    (
+        "prompts without answers with TRL",
+        lambda folder: train_chats(folder, stored([{"prompt": "w1"}])),
+        f"train_dataset has 'prompt' {WITHOUT_ANSWERS}",
     ),
     (
         "a chat without messages with TRL",

@@ -45,15 +45,20 @@ class Limits:
         if self.vocabulary is not None:
             index = _first_beyond(tokens_L, self.vocabulary)
             if index is not None:
-                raise Batch.TOKEN_ID.error(
-                    name=name, token=tokens_L[index], at=index, last=self.vocabulary - 1
-                )
+                raise self._token_error(name, int(tokens_L[index]), int(index))
         if self.classes is not None:
             index = _first_beyond(targets_L, self.classes, ignored=IGNORED_TARGET)
             if index is not None:  # the target is the next label
                 raise Batch.TARGET_ID.error(
                     name=name, label=targets_L[index], at=index + 1, last=self.classes - 1
                 )
+
+    def _token_error(self, name: str, token: int, at: int) -> ValueError:
+        """Return the error of a token that is no row of the embedding."""
+        if token < 0:
+            return Batch.NEGATIVE_TOKEN.error(name=name, token=token, at=f" at position {at}")
+        assert self.vocabulary is not None
+        return Batch.TOKEN_ID.error(name=name, token=token, at=at, last=self.vocabulary - 1)
 
     def check_length(self, length: int, name: str) -> None:
         """Raise ValueError if a document has tokens beyond the model's positions.
@@ -74,7 +79,7 @@ class Limits:
         """
         for value, row in values.get("input_ids", ()):
             if self.vocabulary is not None and not 0 <= value < self.vocabulary:
-                raise Batch.TOKEN_ID.error(name=name, token=value, at=row, last=self.vocabulary - 1)
+                raise self._token_error(name, value, row)
         for value, row in values.get("labels", ()):
             if self.classes is not None and not 0 <= value < self.classes:
                 raise Batch.TARGET_ID.error(name=name, label=value, at=row, last=self.classes - 1)

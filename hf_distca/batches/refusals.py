@@ -21,6 +21,12 @@ class Batch:
         "use the model's own tokenizer, or enlarge the embedding: "
         "model.resize_token_embeddings(len(tokenizer))",
     )
+    NEGATIVE_TOKEN = Refusal(
+        "{name} has the token id {token}{at}",
+        "token ids begin at 0",
+        "give the ids of the tokenizer; -100 is for labels alone",
+        condition="a token id below 0, in documents or padded batches",
+    )
     TARGET_ID = Refusal(
         "{name} has the label {label} at position {at}",
         "the model's output head predicts the ids 0 to {last}",
@@ -77,7 +83,7 @@ class Batch:
         condition="`inputs_embeds` in place of `input_ids`",
     )
     OTHER_MASK = Refusal(
-        "the attention_mask of a padded batch has the shape {found}",
+        "the attention_mask of a padded batch is {found}",
         "only a mask {shape}, with a 1 for each token and a 0 for padding, says where "
         "sequences are",
         f"pass such a mask, {UNPACKED}",

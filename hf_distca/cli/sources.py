@@ -13,7 +13,7 @@ import numpy as np
 
 from hf_distca.cli import InputError
 from hf_distca.cli.names import check_on_hub, check_tokenizer
-from hf_distca.collator.formats import TABLES, is_hub_name
+from hf_distca.collator.formats import ROWS, is_hub_name, is_pattern, suffix_of
 from hf_distca.plan.cost import as_lengths
 from hf_distca.progress import TORCH_AND_TRANSFORMERS, importing
 from hf_distca.sim.lengths import Draw, IntArray, corpora, lognormal, micro_batches, of_documents
@@ -27,10 +27,11 @@ SOURCES = f"""\
 --lengths takes one of these:
 
 - a .json file: a list of document lengths in tokens, or a list of such lists, one for each rank
-- a .csv, .jsonl or .parquet file with a column of lengths, of lists of tokens, or of text
-  (--column, --tokenizer)
+- a file of rows, such as .csv, .jsonl, .jsonl.gz or .parquet, with a column of lengths, of lists
+  of tokens, or of text (--column, --tokenizer)
 - a data set: its name on the Hub or its folder (--split, --column, --tokenizer)
-- a text file, or a folder of text files, each one document (--tokenizer, --sample-by)
+- a text file, a pattern such as 'data/*.md', or a folder of text files, each one document
+  (--tokenizer, --sample-by)
 - a distribution of the package: {", ".join(corpora())}
 - {AGENTS_TREE}: the turns of agents' sessions, each a sequence that begins with all turns before it
 - {LONG_AND_SHORT}: one document with half of all ranks' tokens, beside short ones
@@ -124,11 +125,11 @@ def _of_file(options: argparse.Namespace) -> list[int] | list[list[int]] | None:
     None for texts, data sets and distributions.
     """
     path: str = options.lengths
-    if Path(path).suffix not in TABLES:
+    if suffix_of(path) not in ROWS or is_pattern(path):
         return None
     if not Path(path).is_file():
         raise InputError(f"cannot read {path}: no such file")
-    if Path(path).suffix == ".json":
+    if Path(path).suffix.lower() == ".json":
         content = _json_of(path)
         is_table = isinstance(content, list) and content and isinstance(content[0], dict)
         if not is_table:

@@ -155,7 +155,7 @@ class RankDocuments(Dataset[PlannedDocuments]):
         documents: dict[int, NDArray[np.int64]] = {}
         for index, example in zip(indices, examples, strict=True):
             document = token_document(example, f"document {index} of {self.name}", self.columns)
-            check_planned_length(document, self.lengths[index], index, self.columns, self.name)
+            check_planned_length(document, self.lengths[index], index, self.name)
             documents[index] = document
         return PlannedDocuments(plan, excerpts, documents, shared)
 

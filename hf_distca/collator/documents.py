@@ -4,6 +4,7 @@ They have lengths, tokens and targets. A fingerprint tells data sets apart.
 """
 
 import hashlib
+import inspect
 import math
 import os
 from collections.abc import Iterable, Mapping
@@ -65,7 +66,9 @@ class Columns:
             columns = [column for column in columns if column in taken_columns]
         unknown = sorted(set(columns) - packed_columns)
         if unknown:
-            raise Data.UNKNOWN_COLUMNS.error(name=name, unknown=unknown, length=self.length)
+            keeps_all = self.model_inputs is None  # the setting remove_unused_columns
+            refusal = Data.UNKNOWN_COLUMNS if keeps_all else Data.INPUT_COLUMNS
+            raise refusal.error(name=name, unknown=unknown, length=self.length)
         return columns
 
 
@@ -98,7 +101,11 @@ def token_document(example: Mapping[str, Any], name: str, columns: Columns) -> N
         if mask.shape != (length,) or not np.all(mask == 1):
             raise Data.PADDED.error(name=name, length=length)
     if columns.length in used_columns:
-        stated_length = int(example[columns.length])
+        try:
+            stated_length = int(example[columns.length])
+        except (TypeError, ValueError) as error:
+            given = given_as(example[columns.length])
+            raise Data.NO_LENGTH.error(name=name, given=given, column=columns.length) from error
         if stated_length != length:
             raise Data.WRONG_LENGTH.error(
                 name=name, length=length, column=columns.length, stated=stated_length
@@ -108,11 +115,19 @@ def token_document(example: Mapping[str, Any], name: str, columns: Columns) -> N
 
 def _integers(example: Mapping[str, Any], column: str, name: str) -> NDArray[np.int64]:
     """Return a column [L] of an example as int64. Raise ValueError if it has no integers."""
-    values = np.asarray(example[column])
-    if values.ndim != 1 or (values.size and values.dtype.kind not in "iu"):
-        raise Data.NOT_INTEGERS.error(
-            name=name, column=column, shape=values.shape, kind=values.dtype
-        )
+    try:
+        values = np.asarray(example[column])
+    except ValueError as error:  # lists of different lengths
+        raise Data.NESTED.error(name=name, column=column) from error
+    if values.ndim > 1:
+        raise Data.NESTED.error(name=name, column=column)
+    if values.ndim == 0:
+        is_class = column == "labels" and values.dtype.kind in "biuf"
+        refusal = Data.ONE_LABEL if is_class else Data.NO_LIST
+        raise refusal.error(name=name, column=column, given=given_as(values.item()))
+    if values.size and values.dtype.kind not in "iu":
+        at, found = next((i, x) for i, x in enumerate(values.tolist()) if type(x) is not int)
+        raise Data.NOT_INTEGERS.error(name=name, column=column, at=at, given=given_as(found))
     return values.astype(np.int64)
 
 
@@ -120,6 +135,8 @@ def check_dataset(dataset: Any, name: str) -> None:
     """Raise ValueError if an object, called `name` in errors, can be no data set."""
     kind = type(dataset).__name__
     package = type(dataset).__module__.partition(".")[0]
+    if inspect.isroutine(dataset):
+        raise Data.FUNCTION.error(name=name, given=dataset.__name__)
     if isinstance(dataset, str | os.PathLike):
         raise Data.A_NAME.error(name=name, given=os.fspath(dataset))
     if isinstance(dataset, Mapping):
@@ -215,6 +232,12 @@ def _stored_lengths(
     if columns.length in dataset.column_names:
         length_column = dataset.select_columns([columns.length]).with_format("numpy")
         stated_lengths = np.asarray(length_column[:][columns.length])
+        kind = dataset.features.arrow_schema.field(columns.length).type
+        if pa.types.is_integer(kind) and stated_lengths.dtype.kind not in "iu":  # some are missing
+            index = int(pc.is_null(pa.array(stated_lengths, from_pandas=True)).index(True).as_py())
+            raise Data.NO_LENGTH.error(
+                name=f"document {index} of {name}", given=None, column=columns.length
+            )
         if stated_lengths.ndim != 1 or stated_lengths.dtype.kind not in "iu":
             raise Data.LENGTH_COLUMN.error(
                 name=name, column=columns.length, kind=dataset.features[columns.length]
@@ -278,12 +301,10 @@ def check_stored_documents(
         rows = selected.with_format("numpy")
         for index in range(begin, end):
             document = _checked_document(rows, index, columns, name, limits)
-            check_planned_length(document, lengths[index], index, columns, name)
+            check_planned_length(document, lengths[index], index, name)
 
 
-def check_planned_length(
-    document: NDArray[np.int64], planned: int, index: int, columns: Columns, name: str
-) -> None:
+def check_planned_length(document: NDArray[np.int64], planned: int, index: int, name: str) -> None:
     """Raise ValueError if a document from `token_document` has another length than was planned."""
     length = document.shape[1]
     if length != planned:
@@ -291,7 +312,6 @@ def check_planned_length(
             name=f"document {index} of {name}",
             length=length,
             planned=planned,
-            column=columns.length,
         )
 
 
@@ -361,17 +381,21 @@ def check_targets(
     if is_stored(dataset):
         used_columns = columns.used(dataset.column_names, name)
         dataset = dataset.select_columns(used_columns).with_format("numpy")
+    is_cut = False
     for index, start, stop, end in excerpts.tolist():
         _, targets = token_document(dataset[index], f"document {index} of {name}", columns)
+        is_cut |= end < len(targets)
         # The last token of a document predicts nothing, and a token that truncation dropped is no
         # target.
         targets_stop = min(stop, end - 1)
         if np.any(targets[start:targets_stop] != IGNORED_TARGET):
             return
     longest = int((excerpts["stop"] - excerpts["start"]).max(initial=0))
-    raise Data.NO_TARGETS.error(
-        name=name, documents=len(np.unique(excerpts["document"])), longest=longest
-    )
+    refusal = Data.TARGETS_CUT if is_cut else Data.NO_TARGETS
+    if longest == 1:
+        refusal = Data.SINGLE_TOKENS
+    documents = len(np.unique(excerpts["document"]))
+    raise refusal.error(name=name, documents=documents, longest=longest)
 
 
 def dataset_fingerprint(

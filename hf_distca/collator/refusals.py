@@ -4,6 +4,7 @@
 """
 
 from hf_distca.batches.refusals import CUT
+from hf_distca.collator.formats import ROWS, WILDCARDS
 from hf_distca.refusal import Refusal
 
 REMOVE_EMPTY = "remove empty documents: dataset.filter(lambda e: e['input_ids'])"
@@ -46,6 +47,18 @@ class Data:
         "datasets.IterableDataset",
         condition="a number, a function, a class, a set or a DataLoader as a data set",
     )
+    FUNCTION = Refusal(
+        "{name} is the function {given}",
+        "it gives no documents before it is called",
+        "make a stream of it: datasets.IterableDataset.from_generator({given})",
+        condition="a function that yields documents",
+    )
+    NO_SUCH_NAME = Refusal(
+        "eval_dataset is {given!r}",
+        "the evaluation data sets of the trainer are named {names}",
+        "give one of these names, or a data set",
+        condition="a name that no evaluation data set has in `evaluate`",
+    )
     # Data sets of text
     CHATS = Refusal(
         "{name} has {columns} and no 'input_ids'",
@@ -53,16 +66,42 @@ class Data:
         "use hf_distca.DistCASFTTrainer with DistCASFTConfig",
         condition="chats or prompts without tokens in `DistCATrainer`",
     )
+    PREFERENCES = Refusal(
+        "{name} has {columns} and no 'input_ids'",
+        "these are preferences or prompts without an answer, and no documents",
+        "use hf_distca.DistCADPOTrainer or DistCARewardTrainer for preferences, and "
+        "DistCAGRPOTrainer or DistCARLOOTrainer for prompts",
+        condition="preferences, or prompts without answers, in `DistCATrainer` or "
+        "`DistCASFTTrainer`",
+    )
     NO_TEXT = Refusal(
         "{name} has the columns {columns}",
         "it has neither tokens in 'input_ids' nor text in {field!r}",
-        "set dataset_text_field to the column with the text, or remove such documents",
+        "set dataset_text_field to the column with the text",
+    )
+    NO_TEXT_IN_DOCUMENT = Refusal(
+        "{name} has the columns {columns}",
+        "it has no text in {field!r}, which the first document has",
+        "give it a text there, or remove such documents",
+        condition="a document without the column that the first document has",
+    )
+    MISSING_TEXT = Refusal(
+        "{name} has None in {field!r}",
+        "a document is a text",
+        "remove such documents, as with dataset.filter(lambda e: e[{field!r}] is not None)",
+        condition="a document with `None` in its column of text",
     )
     NOT_TEXT = Refusal(
         "{name} has a value of the type {kind} in {field!r}",
         "a document is a text",
-        "remove such documents: dataset.filter(lambda e: isinstance(e[{field!r}], str))",
-        condition="a document with `None` or anything else than text in its column",
+        "set dataset_text_field to the column with the text, or make a text of each value",
+        condition="a document with anything else than text in its column",
+    )
+    NOT_UTF8 = Refusal(
+        "{name} has a text with the bytes {found}",
+        "they are not UTF-8, which text must be",
+        "convert the file that the data set was made of, such as with iconv -f LATIN1 -t UTF-8",
+        condition="a data set made of a file in another encoding than UTF-8",
     )
     SURROGATE = Refusal(
         "{name} has {character} at character {at} of {field!r}",
@@ -109,15 +148,51 @@ class Data:
         "every rank plans from the same documents in the same order",
         "give all ranks the whole data set, shuffled with one seed",
     )
+    STREAMS_DIFFER = Refusal(
+        "ranks {first} and {other} read different first documents of {name}",
+        "every rank is given the same stream and takes its share of the documents: some would be "
+        "lost, and others might come twice",
+        "give every rank the whole stream, which does not divide itself by rank (as by "
+        "split_dataset_by_node) and is shuffled with one seed; or set divided_streams=True if each "
+        "rank's stream has documents of its own",
+        condition="a stream that divides itself by rank, or that ranks shuffle differently",
+    )
+    STREAMS_EQUAL = Refusal(
+        "ranks {first} and {other} read the same first document of {name}",
+        "with divided_streams=True each rank trains on all documents that it reads: documents "
+        "would be trained on several times",
+        "set divided_streams=False, so that hf_distca divides streams, or divide this stream too",
+        condition="`divided_streams=True` with a stream that does not divide itself by rank",
+    )
+    SHARED_ROWS = Refusal(
+        "ranks {first} and {other} read different first documents of {name}",
+        "they share one model and train on the same documents",
+        "divide the stream into {ranks} parts, one for each rank that trains on its own documents",
+        condition="`divided_streams=True` with a stream that tensor-parallel processes divide",
+    )
     EMPTY = Refusal(
         "{name} has no documents", "training needs documents", "give at least one document"
     )
     NO_TARGETS = Refusal(
         "none of the {documents} documents of {name} has a target",
-        "a training would have the loss 0 and change no weight: every label is -100 or cut off "
-        "(tokens of the longest excerpt: {longest}), or documents have a single token",
-        "check the column 'labels', and whether 'truncate' in long_documents cuts the answers off",
-        condition="a data set without any target: labels of -100 alone, or documents of one token",
+        "a training would have the loss 0 and change no weight: all labels are -100 after the "
+        "first token of each document, which nothing predicts",
+        "give labels to the tokens of the answers, or leave the column 'labels' out, where each "
+        "token predicts the next",
+        condition="a data set whose labels are all -100",
+    )
+    TARGETS_CUT = Refusal(
+        "none of the {documents} documents of {name} has a target",
+        "a training would have the loss 0 and change no weight: long_documents='truncate' cuts "
+        "documents to {longest} tokens, and all labels before are -100",
+        "raise tokens_per_rank, or set long_documents='split'",
+        condition="a data set whose answers are cut off by `long_documents='truncate'`",
+    )
+    SINGLE_TOKENS = Refusal(
+        "none of the {documents} documents of {name} has more than one token",
+        "a token is predicted from tokens before it, so a training would change no weight",
+        "give longer documents; an empty text is a single end-of-sequence token",
+        condition="a data set whose documents have one token each",
     )
     NO_ANSWERS = Refusal(
         "TRL kept none of the {examples} examples of {name}",
@@ -134,12 +209,28 @@ class Data:
         "{name} has columns that a packed batch cannot carry: {unknown}",
         "it carries only 'input_ids', and optionally 'labels', an 'attention_mask' of ones and "
         "{length!r}",
-        "remove the others with dataset.remove_columns({unknown}), or set "
-        "remove_unused_columns=True to drop columns that the model does not take",
+        "remove them with dataset.remove_columns({unknown}), or set remove_unused_columns=True, "
+        "which drops columns that the model does not take",
         condition=(
-            "other columns than `input_ids`, `labels`, `attention_mask` and the length, if the "
-            "model takes these other columns or `remove_unused_columns=False`"
+            "other columns than `input_ids`, `labels`, `attention_mask` and the length, with "
+            "`remove_unused_columns=False`"
         ),
+    )
+    INPUT_COLUMNS = Refusal(
+        "{name} has columns that the model takes and a packed batch cannot carry: {unknown}",
+        "it carries only 'input_ids', and optionally 'labels', an 'attention_mask' of ones and "
+        "{length!r}; positions are made in packing",
+        "remove them, as with dataset.remove_columns({unknown})",
+        condition=(
+            "columns that the model takes, such as `position_ids`, besides `input_ids`, `labels`, "
+            "`attention_mask` and the length"
+        ),
+    )
+    NO_LENGTH = Refusal(
+        "{name} has {given} in its column {column!r} of lengths",
+        "a length is an integer",
+        "remove the column: lengths are then computed from input_ids",
+        condition="a document whose length is missing or no integer",
     )
     LENGTH_COLUMN = Refusal(
         "the column {column!r} of lengths of {name} has the type {kind}",
@@ -148,14 +239,29 @@ class Data:
     )
     # Documents
     EMPTY_DOCUMENT = Refusal("{name} is empty{stated}", "a document needs a token", REMOVE_EMPTY)
+    NO_LIST = Refusal(
+        "{name} has {given} in {column!r}",
+        "a document has one list of integers there, one for each token",
+        "make tokens of a text with the tokenizer, or remove such documents",
+        condition="tokens or labels that are missing, text or a single number",
+    )
+    ONE_LABEL = Refusal(
+        "{name} has {given} in 'labels'",
+        "classes of whole documents cannot be labels: each token needs one",
+        "remove the column 'labels'; each token then predicts the next",
+        condition="a class of a whole document as its label",
+    )
+    NESTED = Refusal(
+        "{name} has lists of lists, or a tensor of several dimensions, in {column!r}",
+        "a document has one list of integers there, one for each token",
+        "tokenize each document by itself, without return_tensors",
+        condition="tokens or labels in lists of lists, as of `return_tensors`",
+    )
     NOT_INTEGERS = Refusal(
-        "{name} has {column!r} of shape {shape} and type {kind}",
-        "a document has one list of integers, one for each token",
-        "tokenize each document by itself, without return_tensors; classes of whole documents "
-        "cannot be labels",
-        condition=(
-            "tokens or labels that are missing, a single number, text, fractions, or lists of lists"
-        ),
+        "{name} has {given} at position {at} of {column!r}",
+        "tokens and labels are integers",
+        "give the ids that the tokenizer returns: tokenizer(text).input_ids",
+        condition="tokens or labels that are fractions, text or missing",
     )
     LABELS = Refusal(
         "{name} has {labels} labels for {length} input_ids",
@@ -178,8 +284,7 @@ class Data:
     CHANGED_LENGTH = Refusal(
         "{name} has {length} tokens",
         "it had {planned} when its length was read, so the plans do not fit it",
-        "tokenize the data set beforehand, so that it returns the same tokens each time; recompute "
-        "or remove the column {column!r}",
+        "tokenize the data set beforehand, so that it returns the same tokens each time",
         condition="documents that change when they are read again",
     )
     LONG = Refusal(
@@ -187,6 +292,14 @@ class Data:
         "such as document {longest} with {length}",
         "a document must fit",
         f"raise tokens_per_rank, use more ranks, or set long_documents: {CUT}",
+    )
+    LONG_WHOLE = Refusal(
+        "{count} of {documents} documents of {name} are longer than tokens_per_rank = {limit} "
+        "tokens, such as document {longest} with {length}",
+        "documents stay whole on a rank",
+        "raise tokens_per_rank, set document_layout='joint' where the model allows that, or set "
+        f"long_documents: {CUT}",
+        condition="documents of more than `tokens_per_rank` tokens that must stay whole on a rank",
     )
     LONG_IN_STREAM = Refusal(
         "{name} has {length} tokens",
@@ -213,10 +326,25 @@ class Source:
         "'trl-lib/Capybara'",
         condition="a file or folder that does not exist",
     )
+    NO_WAY_TO_DIVIDE = Refusal(
+        "sample_by is {given!r}",
+        "a text file is one document, or each of its paragraphs is one",
+        "set 'document' or 'paragraph'",
+        condition="another `sample_by` of `load_documents`",
+    )
+    NO_MATCH = Refusal(
+        "no file matches {pattern!r}", "documents are read from files", "give another pattern"
+    )
     EMPTY_FOLDER = Refusal(
-        "the folder {path!r} has no files, or only empty ones",
-        "documents are read from them",
+        "the folder {path!r} has no files, or only empty and hidden ones",
+        "documents are read from files",
         "name another folder",
+    )
+    WILDCARDS = Refusal(
+        f"the path of the folder {{path!r}} has one of the characters {' '.join(WILDCARDS)}",
+        "`datasets` takes it for a pattern, and might read another folder",
+        "rename the folder, or name its files",
+        condition="a folder with tables whose path has a character of patterns",
     )
     MIXED_FOLDER = Refusal(
         "the folder {path!r} has text files such as {text!r} and tables such as {table!r}",
@@ -227,16 +355,47 @@ class Source:
     EMPTY_FILE = Refusal(
         "the file {path!r} is empty", "a document needs a text or a row", "leave the file out"
     )
+    NO_ROWS = Refusal("the files {paths} have no rows", "a row is a document", "leave them out")
+    UNKNOWN_FORMAT = Refusal(
+        "{path!r} {why}",
+        f"only text is read from files with other suffixes than {', '.join(ROWS)} (also "
+        "compressed, such as .jsonl.gz or .txt.gz)",
+        "leave the file out, rename it by what it holds, or load it with `datasets.load_dataset` "
+        "and pass that data set",
+        condition=(
+            "a file that is compressed, binary or has rows of JSON, whose suffix does not say what "
+            "it holds"
+        ),
+    )
+    NEEDS_PACKAGE = Refusal(
+        "{path!r} is compressed",
+        "the package {package} is missing, which reads such files",
+        "run: pip install {package}",
+        condition="a `.zst` or `.lz4` file without the package that reads it",
+    )
+    NOT_UTF8 = Refusal(
+        "{path} cannot be read as {kind}: it has the bytes {found}",
+        "they are not UTF-8, which text must be",
+        "convert the file, such as with iconv -f LATIN1 -t UTF-8, or leave it out",
+        condition="a file of text in another encoding than UTF-8",
+    )
     UNREADABLE = Refusal(
         "{path} cannot be read as {kind}: {why}",
         "a document that is left out in silence would be missing",
-        "repair the file or leave it out; text must be UTF-8: iconv -f LATIN1 -t UTF-8 converts a "
-        "file",
+        "repair the file or leave it out",
     )
     NOT_LOADED = Refusal(
-        "{path!r} is {place} and cannot be loaded by `datasets` ({why})",
+        "{path!r} is no file here and cannot be loaded by `datasets` ({why})",
         "documents are read from it",
-        "check the name, and the path; a private data set needs `hf auth login`",
+        "check the name, the path and the split; a private data set needs `hf auth login`, and one "
+        "of several configurations datasets.load_dataset(name, configuration)",
+        condition="a name that `datasets` cannot load from the Hub",
+    )
+    FOLDER_NOT_LOADED = Refusal(
+        "the folder {path!r} cannot be loaded by `datasets` ({why})",
+        "documents are read from its tables",
+        "check the split and the tables, or name its files",
+        condition="a folder whose tables `datasets` cannot load together",
     )
     NO_SPLIT = Refusal(
         "{path!r} has the splits {splits}",
@@ -245,6 +404,6 @@ class Source:
     )
     OTHER_COLUMNS = Refusal(
         "{path!r} has the columns {columns}",
-        "{first_path!r} has the columns {first}, and one data set has the same columns everywhere",
+        "{first_path!r} has the columns {first}, and a data set has the same columns everywhere",
         "give sources with the same columns, or load and join them with `datasets`",
     )

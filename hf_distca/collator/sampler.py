@@ -67,7 +67,8 @@ def fit_documents(
         limit_name = "the positions of the model"
     too_long = lengths[lengths > limit]
     if len(too_long) and policy == "error":
-        raise Data.LONG.error(
+        refusal = Data.LONG_WHOLE if limit_name == "tokens_per_rank" else Data.LONG
+        raise refusal.error(
             name=name,
             limit_name=limit_name,
             limit=limit,

@@ -1,7 +1,7 @@
 """Pack a stream of documents whose lengths are unknown beforehand."""
 
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -10,6 +10,7 @@ import datasets
 import numpy as np
 import torch
 from datasets.distributed import split_dataset_by_node
+from datasets.fingerprint import Hasher
 from numpy.typing import NDArray
 from torch.utils.data import IterableDataset, get_worker_info
 
@@ -23,6 +24,10 @@ from hf_distca.planner.bin_packing import pack_in_order
 
 logger = logging.getLogger(__name__)
 
+NOTHING_READ = 0
+"""In place of the hash of a first document, where there was none."""
+HEX_DIGITS = 15
+"""Digits of a hash, which 64 bits with a sign can hold."""
 TRUNCATED = "Truncated %d documents to %s = %d tokens; %d tokens are dropped."
 
 
@@ -70,10 +75,15 @@ class StreamPacker(IterableDataset[dict[str, Any]]):
     stay on their rank, and ranks exchange lengths to plan their attention. Ranks may have different
     numbers of batches; `Dispatcher.plan_batches` fills in for ranks that end first.
 
-    A `datasets.IterableDataset` is split over ranks by `split_dataset_by_node` and over DataLoader
-    workers by its shards. It should have at least ranks · workers shards, and must be shuffled with
-    the same seed on every rank. For any other iterable, every rank and worker reads all documents
-    and takes every n-th one.
+    Every rank is given the same stream and takes its share of it. With `is_divided` each rank's
+    stream has documents of its own, and the rank takes all of them.
+
+    - A `datasets.IterableDataset` is split over ranks by `split_dataset_by_node`, and over the
+      processes of a DataLoader by its shards. It must be shuffled with the same seed on every rank.
+    - Of any other stream, every rank reads all documents and takes every n-th one. One process
+      reads them: the division of a stream by `get_worker_info` then has one part.
+
+    Ranks compare `beginning`, which tells whether they read the same stream.
     """
 
     # A TextStream, or examples as `token_document` expects them; the same on every rank, once per
@@ -86,6 +96,7 @@ class StreamPacker(IterableDataset[dict[str, Any]]):
     columns: Columns = ANY_COLUMNS
     name: str = "the stream"  # in errors
     limits: Limits = NO_LIMITS
+    is_divided: bool = False  # whether each rank's stream has documents of its own
 
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.ranks:
@@ -102,14 +113,26 @@ class StreamPacker(IterableDataset[dict[str, Any]]):
         if self._texts is not None:
             self.dataset = self._texts.rows
             self.name = self._texts.name
-        self.dataset = EpochStream.around(self.dataset)
-        self._splits_itself = isinstance(self.dataset, datasets.IterableDataset)
+        self._has_shards = isinstance(self.dataset, datasets.IterableDataset)
         # Another stream may be one that ends for good.
-        self.can_be_read_again = self._splits_itself
-        if self._splits_itself:
+        self.can_be_read_again = self._has_shards
+        self.most_processes = max(self.dataset.num_shards, 1) if self._has_shards else 1
+        # The process that reads notes the hash of the first document here.
+        self._beginning = torch.full((), NOTHING_READ, dtype=torch.int64).share_memory_()
+        self._given = self.dataset
+        self.dataset = EpochStream.around(self.dataset)
+        if self._has_shards and not self.is_divided:
             self.dataset = split_dataset_by_node(
                 self.dataset, rank=self.rank, world_size=self.ranks
             )
+
+    @property
+    def beginning(self) -> int:
+        """Hash of the first document of the stream that this rank was given.
+
+        It is known as soon as a pass has given a batch or has ended.
+        """
+        return int(self._beginning)
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch of a data set with epochs."""
@@ -137,7 +160,7 @@ class StreamPacker(IterableDataset[dict[str, Any]]):
         for number, example in enumerate(self._share()):
             name = f"document {number} of rank {self.rank}'s share of {self.name}"
             if self._texts is not None:
-                example = self._texts.tokenized(example, name)
+                example = self._texts.tokenized(example, name, is_first=number == 0)
             document = token_document(example, name, self.columns)
             self.limits.check_document(document, name)
             # A document beyond the limit is refused, truncated or, below, split.
@@ -159,14 +182,35 @@ class StreamPacker(IterableDataset[dict[str, Any]]):
             for start in range(0, end, limit):
                 yield excerpt_rows(document, start, min(start + limit, end), end)
 
-    def _share(self) -> Iterable[Any]:
-        """Return the examples that this process reads for this rank."""
-        if self._splits_itself:
-            share: Iterable[Any] = self.dataset
-            return share
+    def _share(self) -> Iterator[Any]:
+        """Yield the examples that this process reads for this rank."""
+        if self._has_shards:
+            self._note_beginning_of_shards()
+            yield from self.dataset
+            return
+        step = 1 if self.is_divided else self.ranks
+        for number, example in enumerate(self.dataset):
+            if number == 0:
+                self._note_beginning(example)
+            if number % step == self.rank % step:
+                yield example
+
+    def _note_beginning_of_shards(self) -> None:
+        """Note the first document of a `datasets.IterableDataset`, where no share begins otherwise.
+
+        Later passes follow from the first pass, so the document is read once.
+        """
         worker = get_worker_info()
-        workers = 1 if worker is None else worker.num_workers
-        worker_id = 0 if worker is None else worker.id
-        readers = self.ranks * workers
-        reader = self.rank + worker_id * self.ranks
-        return islice(iter(self.dataset), reader, None, readers)
+        is_first = worker is None or worker.id == 0
+        if self.ranks > 1 and is_first and self.beginning == NOTHING_READ:
+            # `iter` leaves out no shards in a worker.
+            for example in islice(self._given.iter(batch_size=1), 1):
+                self._note_beginning(example)
+
+    def _note_beginning(self, example: Any) -> None:
+        """Note the hash of a stream's first document for the process that trains."""
+        hashed = example
+        if isinstance(example, Mapping):
+            field = "" if self._texts is None else self._texts.field
+            hashed = [example.get(column) for column in ("input_ids", field)]
+        self._beginning.fill_(1 + int(Hasher.hash(hashed)[:HEX_DIGITS], 16))

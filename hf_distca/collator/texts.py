@@ -1,6 +1,7 @@
 """Text to tokens: data sets are tokenized as a whole, streams document by document."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import datasets
@@ -12,23 +13,54 @@ from torch.utils.data import IterableDataset
 from hf_distca.collator.documents import READ_BATCH, is_stored
 from hf_distca.collator.refusals import Data
 
+SHOWN_BYTES = 10
+"""Bytes that an error shows before and after a fault."""
 CHATS = ("messages", "conversations", "prompt", "completion", "chosen", "rejected")
 """Columns from which TRL's trainers make tokens and labels."""
 
 
-def document_text(row: Any, name: str, field: str) -> str:
+def check_columns(columns: Iterable[str], name: str, field: str) -> None:
+    """Raise ValueError unless documents with these columns have text.
+
+    Args:
+        name: name of the data set, or of its first document, in errors.
+        field: column with the text.
+    """
+    present = set(columns)
+    if field in present:
+        return
+    chat_columns = [column for column in CHATS if column in present]
+    shown = ", ".join(map(repr, chat_columns))
+    if is_without_answer(present):
+        raise Data.PREFERENCES.error(name=name, columns=shown)
+    if chat_columns:
+        raise Data.CHATS.error(name=name, columns=shown)
+    raise Data.NO_TEXT.error(name=name, columns=sorted(present), field=field)
+
+
+def is_without_answer(columns: set[str]) -> bool:
+    """Return whether documents with these columns are preferences, or prompts alone."""
+    has_prompt_alone = "prompt" in columns and "completion" not in columns
+    return has_prompt_alone or not columns.isdisjoint(("chosen", "rejected"))
+
+
+def document_text(row: Any, name: str, field: str, *, is_first: bool = False) -> str:
     """Return the text in a row, called `name` in errors.
 
     Raise ValueError if there is none that can be tokenized.
+
+    Args:
+        is_first: whether the row is the first one, which tells what columns the data has.
     """
     if not isinstance(row, Mapping):
         raise Data.NOT_A_ROW.error(name=name, kind=type(row).__name__)
-    chat_columns = [column for column in CHATS if column in row]
-    if chat_columns:
-        raise Data.CHATS.error(name=name, columns=", ".join(map(repr, chat_columns)))
+    if is_first:
+        check_columns(row, name, field)
     if field not in row:
-        raise Data.NO_TEXT.error(name=name, columns=sorted(row), field=field)
+        raise Data.NO_TEXT_IN_DOCUMENT.error(name=name, columns=sorted(row), field=field)
     text = row[field]
+    if text is None:
+        raise Data.MISSING_TEXT.error(name=name, field=field)
     if not isinstance(text, str):
         raise Data.NOT_TEXT.error(name=name, field=field, kind=type(text).__name__)
     try:
@@ -39,6 +71,20 @@ def document_text(row: Any, name: str, field: str) -> str:
             name=name, field=field, character=character, at=error.start
         ) from error
     return text
+
+
+@contextmanager
+def decoded(name: str) -> Iterator[None]:
+    """Name a data set whose texts cannot be decoded: `datasets` reads any bytes from JSON."""
+    try:
+        yield
+    except UnicodeDecodeError as error:
+        raise Data.NOT_UTF8.error(name=name, found=bytes_around(error)) from error
+
+
+def bytes_around(error: UnicodeDecodeError) -> bytes:
+    """Return the bytes that are not UTF-8, and some before and after."""
+    return error.object[max(error.start - SHOWN_BYTES, 0) : error.start + SHOWN_BYTES]
 
 
 def check_texts(dataset: Any, name: str, field: str) -> None:
@@ -58,12 +104,9 @@ def check_texts(dataset: Any, name: str, field: str) -> None:
     chat_columns = [column for column in CHATS if column in columns]
     for column in chat_columns:
         _check_messages(dataset, name, column)
-    if chat_columns:
+    if chat_columns and not is_without_answer(columns):
         return
-    if field not in dataset.column_names:
-        raise Data.NO_TEXT.error(
-            name=f"document 0 of {name}", columns=sorted(dataset.column_names), field=field
-        )
+    check_columns(columns, name, field)
     kind = dataset.features.arrow_schema.field(field).type
     is_text = pa.types.is_string(kind) or pa.types.is_large_string(kind)
     tables = dataset.select_columns([field]).with_format("arrow").iter(batch_size=READ_BATCH)
@@ -170,16 +213,16 @@ class TextStream(IterableDataset[Mapping[str, Any]]):
 
     def __iter__(self) -> Iterator[Mapping[str, Any]]:
         for number, row in enumerate(self.rows):
-            yield self.tokenized(row, f"document {number} of {self.name}")
+            yield self.tokenized(row, f"document {number} of {self.name}", is_first=number == 0)
 
-    def tokenized(self, row: Any, name: str) -> Mapping[str, Any]:
+    def tokenized(self, row: Any, name: str, *, is_first: bool) -> Mapping[str, Any]:
         """Return a document with tokens.
 
         Raise ValueError with its `name` if it has neither tokens nor text.
         """
         if isinstance(row, Mapping) and "input_ids" in row:
             return row
-        text = document_text(row, name, self.field)
+        text = document_text(row, name, self.field, is_first=is_first)
         if self.tokenizer is None:
             raise Data.NO_TOKENIZER.error(name=name, field=self.field)
         return {"input_ids": tokenize([text], self.tokenizer)[0]}

@@ -117,9 +117,11 @@ def read_sequences(
         )
     if limits.vocabulary is not None:
         for sequence in np.flatnonzero((lowest < 0) | (highest >= limits.vocabulary))[:1]:
-            token = lowest[sequence] if lowest[sequence] < 0 else highest[sequence]
+            if lowest[sequence] < 0:
+                name = f"sequence {sequence} of a padded batch"
+                raise Batch.NEGATIVE_TOKEN.error(name=name, token=lowest[sequence], at="")
             raise Batch.PADDED_TOKEN_ID.error(
-                sequence=sequence, token=token, last=limits.vocabulary - 1
+                sequence=sequence, token=highest[sequence], last=limits.vocabulary - 1
             )
     longest = int(lengths.argmax())
     limits.check_length(int(lengths[longest]), f"sequence {longest} of a padded batch")

@@ -21,6 +21,7 @@ from hf_distca.models.decoder import backbone, base_model, stock_forward
 from hf_distca.patches.modules import subclass, uncompiled
 from hf_distca.patches.offload import wrap_checkpoints
 from hf_distca.plan import PLAN_KEY
+from hf_distca.refusal import given_as
 
 NOT_PER_TOKEN = ("cache_position",)
 """Arguments that only number the columns of a batch."""
@@ -163,10 +164,9 @@ def _padded_batch(arguments: dict[str, Any]) -> PaddedBatch:
     if mask_BL is None:
         mask_BL = torch.ones_like(input_ids_BL)
     if not isinstance(mask_BL, Tensor) or mask_BL.shape != shape:
-        problem = (
-            tuple(mask_BL.shape) if isinstance(mask_BL, Tensor) else f"a {type(mask_BL).__name__}"
-        )
-        raise Batch.OTHER_MASK.error(found=problem, shape=tuple(shape))
+        is_tensor = isinstance(mask_BL, Tensor)
+        found = f"of the shape {tuple(mask_BL.shape)}" if is_tensor else given_as(mask_BL)
+        raise Batch.OTHER_MASK.error(found=found, shape=tuple(shape))
     # Without position_ids models number the columns, padding included.
     numbers_BL = torch.arange(shape[1], device=input_ids_BL.device).expand(shape)
     columns = {"input_ids": input_ids_BL.long(), "position_ids": numbers_BL}

@@ -118,7 +118,15 @@ class DistCAArguments(DistCAPaddedArguments):
     dataloader_num_workers: int = setting(
         0,
         "Number of processes on each rank that read and plan micro-batches. 0 starts none: the "
-        "rank itself reads and plans the next micro-batches while its device computes.",
+        "rank itself reads and plans the next micro-batches while its device computes. A "
+        "datasets.IterableDataset is read by at most one process for each of its shards, and any "
+        "other stream by one.",
+    )
+    divided_streams: bool = setting(
+        False,
+        "Whether each rank's stream has documents of its own, as after "
+        "datasets.distributed.split_dataset_by_node. Otherwise every rank is given the same "
+        "stream, and hf_distca divides it.",
     )
 
     def __post_init__(self) -> None:

@@ -3,6 +3,7 @@
 They read and plan one micro-batch ahead, while the device computes.
 """
 
+import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -11,6 +12,7 @@ from itertools import islice
 from typing import Any, cast
 
 import numpy as np
+import torch
 from accelerate.data_loader import prepare_data_loader
 from numpy.typing import NDArray
 from torch.utils.data import DataLoader, IterableDataset
@@ -37,14 +39,21 @@ from hf_distca.collator.prefixes import (
 )
 from hf_distca.collator.refusals import Data
 from hf_distca.collator.sampler import GlobalBatchSampler, fit_documents
-from hf_distca.collator.streams import StreamPacker
+from hf_distca.collator.streams import NOTHING_READ, StreamPacker
 from hf_distca.collator.summary import documents_summary
 from hf_distca.dispatch.bound import BoundPlan
 from hf_distca.dispatch.dispatcher import Dispatcher
+from hf_distca.dispatch.groups import Groups
 from hf_distca.models.sharing import log_alone
 from hf_distca.plan import PLAN_KEY, MicroBatchPlan
 from hf_distca.trainer.processes import Reading, ReadingProcesses
 
+logger = logging.getLogger(__name__)
+
+FEWER = (
+    "%s is read by %s process(es) on each rank, although dataloader_num_workers=%s: only the "
+    "shards of a datasets.IterableDataset are divided over processes"
+)
 LOADER_OPTIONS = (
     "num_workers",
     "pin_memory",
@@ -248,7 +257,8 @@ class PackedLoaders:
         """
         groups = self._dispatcher.groups
         datasets = named_datasets(self._trainer.eval_dataset, "eval_dataset")
-        names_of_ranks = groups.all_gather(tuple(datasets), in_world=True)
+        names = ", ".join(datasets) or "no eval_dataset"
+        names_of_ranks = groups.all_gather(names, in_world=True)
         if len(set(names_of_ranks)) > 1:
             raise Data.DIFFERENT.error(found=_listed_by_rank(names_of_ranks))
         for dataset in datasets.values():
@@ -262,9 +272,10 @@ class PackedLoaders:
 
         A collective of the world. A stream that can be read only once is left alone.
         """
+        groups = self._dispatcher.groups
+        packer = self._packer(dataset)
         error: Exception | None = None
         try:
-            packer = self._packer(dataset)
             if packer.can_be_read_again:
                 documents = 0
                 for batch in packer:
@@ -273,7 +284,8 @@ class PackedLoaders:
                         break
         except Exception as caught:
             error = caught
-        self._dispatcher.groups.raise_together(error, in_world=True)
+        groups.raise_together(error, in_world=True)
+        check_beginnings(packer, groups)
 
     def _name(self, dataset: Any) -> str:
         """Return the name of a data set in errors: the trainer's argument that holds it."""
@@ -296,6 +308,7 @@ class PackedLoaders:
             self._columns,
             self._name(dataset),
             self._dispatcher.limits,
+            args.divided_streams,
         )
 
     def loader(
@@ -317,10 +330,17 @@ class PackedLoaders:
         """
         args = self._args
         groups = self._dispatcher.groups
-        options: dict[str, Any]
+        seed = args.seed if args.data_seed is None else args.data_seed
+        options: dict[str, Any] = {
+            name: getattr(args, f"dataloader_{name}") for name in LOADER_OPTIONS
+        }
         if is_stream(dataset):
             source: Any = self._packer(dataset)
-            options = {"batch_size": None}
+            if args.dataloader_num_workers > source.most_processes and args.process_index == 0:
+                logger.warning(FEWER, source.name, source.most_processes, options["num_workers"])
+            options["num_workers"] = min(options["num_workers"], source.most_processes)
+            # A stream that draws random numbers draws the same in the processes of all ranks.
+            options |= {"batch_size": None, "generator": torch.Generator().manual_seed(seed)}
         else:
             excerpts, bin_capacity, bins = self.excerpts(dataset, capacity, bins)
             lengths, _ = self.lengths(dataset)
@@ -338,21 +358,19 @@ class PackedLoaders:
                 excerpts,
                 bin_capacity,
                 shuffle=shuffle,
-                seed=args.seed if args.data_seed is None else args.data_seed,
+                seed=seed,
                 bins=bins,
                 choices=self._dispatcher.choices,
                 beginnings=beginnings,
             )
-            options = {"batch_sampler": sampler, "collate_fn": DistCACollator(groups.rank)}
-        for name in LOADER_OPTIONS:
-            options[name] = getattr(args, f"dataloader_{name}")
-        loader: DataLoader[Any] = DataLoader(
-            source,
-            worker_init_fn=partial(
-                seed_worker, num_workers=args.dataloader_num_workers, rank=args.process_index
-            ),
-            **options,
-        )
+            options |= {
+                "batch_sampler": sampler,
+                "collate_fn": DistCACollator(groups.rank),
+                "worker_init_fn": partial(
+                    seed_worker, num_workers=args.dataloader_num_workers, rank=args.process_index
+                ),
+            }
+        loader: DataLoader[Any] = DataLoader(source, **options)
         # One process alone: accelerate must not divide what the loader reads for its rank.
         prepared: DataLoader[Any] = prepare_data_loader(
             loader,
@@ -364,6 +382,26 @@ class PackedLoaders:
             non_blocking=args.accelerator_config.non_blocking,
         )
         return prepared
+
+
+def check_beginnings(packer: StreamPacker, groups: Groups) -> None:
+    """Raise ValueError on every rank if ranks lose documents of a stream, or read them twice.
+
+    A collective of the world, after the first batch of a pass.
+    """
+    beginnings = groups.all_gather((groups.rank, packer.beginning), in_world=True)
+    # By what ranks share, a stream or rows: the process that is compared with others.
+    first_by_rank: dict[int, tuple[int, int]] = {}
+    first_by_beginning: dict[int, tuple[int, int]] = {}
+    for process, (rank, beginning) in enumerate(beginnings):
+        group = rank if packer.is_divided else 0
+        first, expected = first_by_rank.setdefault(group, (process, beginning))
+        if beginning != expected:
+            refusal = Data.SHARED_ROWS if packer.is_divided else Data.STREAMS_DIFFER
+            raise refusal.error(name=packer.name, first=first, other=process, ranks=groups.ranks)
+        first, reader = first_by_beginning.setdefault(beginning, (process, group))
+        if reader != group and beginning != NOTHING_READ:
+            raise Data.STREAMS_EQUAL.error(name=packer.name, first=first, other=process)
 
 
 def _listed_by_rank(descriptions: Iterable[Any]) -> str:
@@ -556,14 +594,16 @@ class EvaluationLoader:
     Args:
         loader: reads the batches.
         upcoming: fetches and prepares them.
+        groups: ranks that evaluate together.
         planned: whether `loader` plans them.
     """
 
     def __init__(
-        self, loader: DataLoader[Any], upcoming: UpcomingBatches, *, planned: bool
+        self, loader: DataLoader[Any], upcoming: UpcomingBatches, groups: Groups, *, planned: bool
     ) -> None:
         self._loader = loader
         self._upcoming = upcoming
+        self._groups = groups
         self._planned = planned
         self.dataset = loader.dataset
         # None where documents come in an order that only a stream or a collator knows.
@@ -577,5 +617,9 @@ class EvaluationLoader:
     def __iter__(self) -> Iterator[dict[str, Any]]:
         cast(Any, self._loader).set_epoch(0)  # every evaluation reads in the same order
         iterator = iter(self._loader)
-        while batches := self._upcoming.fetch(iterator, 1, planned=self._planned):
+        batches = self._upcoming.fetch(iterator, 1, planned=self._planned)
+        if isinstance(self.dataset, StreamPacker):
+            check_beginnings(self.dataset, self._groups)
+        while batches:
             yield batches[0]
+            batches = self._upcoming.fetch(iterator, 1, planned=self._planned)

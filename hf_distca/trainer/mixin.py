@@ -28,6 +28,7 @@ from hf_distca.trainer.loaders import (
     EvaluationLoader,
     PackedLoaders,
     UpcomingBatches,
+    check_beginnings,
     is_stream,
     lengths_read_on_host,
 )
@@ -95,6 +96,8 @@ class DistCAMixin(PlannedTraining):
         # Iterator of the present pass over the training data.
         self._epoch_iterator: Iterator[Any] | None = None
         self._upcoming = UpcomingBatches(dispatcher, self._processes)
+        # Packer of the training data if that is a stream.
+        self._packer: StreamPacker | None = None
         # Loaders of the trainer's own evaluation data, by the id of the data set.
         self._evaluation_loaders: dict[int, DataLoader[Any]] = {}
         # Of the present evaluation: micro-batches to come, rows that were evaluated, and for each
@@ -128,7 +131,10 @@ class DistCAMixin(PlannedTraining):
             bins=bins,
             shares=is_training and self._shares,
         )
-        if is_training and not is_stream(dataset):
+        packer = loader.dataset if isinstance(loader.dataset, StreamPacker) else None
+        if is_training:
+            self._packer = packer
+        if is_training and packer is None:
             self._loaders.print_summary(dataset, capacity, bins)
         self._processes.watch(loader)
         return loader
@@ -162,8 +168,10 @@ class DistCAMixin(PlannedTraining):
             return datasets
         if not isinstance(chosen, str):
             return chosen
-        if not isinstance(datasets, dict) or chosen not in datasets:
+        if not isinstance(datasets, dict):
             raise Data.A_NAME.error(name="eval_dataset", given=chosen)
+        if chosen not in datasets:
+            raise Data.NO_SUCH_NAME.error(given=chosen, names=", ".join(map(repr, datasets)))
         return datasets[chosen]
 
     def _is_own_evaluation_dataset(self, dataset: Any) -> bool:
@@ -183,7 +191,8 @@ class DistCAMixin(PlannedTraining):
         planned = self._packs and not isinstance(loader.dataset, StreamPacker)
         self._upcoming_evaluated.close()
         self._upcoming_evaluated = UpcomingBatches(self.dispatcher, self._processes)
-        return EvaluationLoader(loader, self._upcoming_evaluated, planned=planned)
+        groups = self.dispatcher.groups
+        return EvaluationLoader(loader, self._upcoming_evaluated, groups, planned=planned)
 
     def get_batch_samples(
         self, epoch_iterator: Iterator[Any], num_batches: int, *args: Any, **kwargs: Any
@@ -200,6 +209,8 @@ class DistCAMixin(PlannedTraining):
         # Batches of streams and collators are planned here, by all ranks together.
         planned = self._packs and not is_stream(self.train_dataset)
         batches = self._upcoming.fetch(epoch_iterator, num_batches, planned=planned)
+        if begins_pass and self._packer is not None:
+            check_beginnings(self._packer, self.dispatcher.groups)
         is_first_step = self.state.global_step == 0
         if begins_pass and not batches and is_first_step:  # on every rank
             raise Data.EMPTY.error(name="train_dataset")

@@ -46,8 +46,11 @@ SHARED = "share_prefixes"
 checkpoint without it has other documents, or is of an earlier version."""
 WORKERS = "dataloader_num_workers"
 """Setting that decides the order of a stream."""
+DIVIDED = "divided_streams"
+"""Setting that decides which documents of a stream a rank takes. A checkpoint without it is of
+streams that every rank was given whole."""
 AGREED = (
-    *("seed", "long_documents", "remove_unused_columns", "length_column_name"),
+    *("seed", "long_documents", "remove_unused_columns", "length_column_name", "divided_streams"),
     *("num_train_epochs", "max_steps", "trace_steps", "attention_servers"),
 )
 """Arguments that must be the same on all ranks, besides the order of documents.
@@ -120,6 +123,7 @@ def data_order(
             "tokens_per_rank": args.tokens_per_rank,
             "long_documents": args.long_documents,
             WORKERS: args.dataloader_num_workers,
+            **({DIVIDED: True} if args.divided_streams else {}),
             "gradient_accumulation_steps": args.gradient_accumulation_steps,
             "train_dataset": "a stream",
         }
@@ -271,9 +275,10 @@ def _stored_place(checkpoint: Path, order: DataOrder, ranks: int) -> DataPlace:
         stored = {LAYOUT: CUTTING, **stored}
     if WORKERS in order:  # earlier versions stored it for packed streams alone; the default was 1
         stored = {WORKERS: 1, **stored}
-    if SHARED in stored or SHARED in order:
-        stored = {SHARED: False, **stored}
-        order = {SHARED: False, **order}
+    for name in (SHARED, DIVIDED):  # stored only where they are True
+        if name in stored or name in order:
+            stored = {name: False, **stored}
+            order = {name: False, **order}
     may_differ = {CAPACITY}
     # Layouts that cut documents plan any micro-batch, so they take those of the checkpoint.
     if order.get(LAYOUT) == CUTTING and LAYOUT in stored:

@@ -7,7 +7,7 @@ import datasets
 from transformers import AutoTokenizer, Trainer
 
 from hf_distca.collator.refusals import Data
-from hf_distca.collator.texts import TextStream, document_text, tokenized_dataset
+from hf_distca.collator.texts import TextStream, decoded, document_text, tokenized_dataset
 from hf_distca.models.loading import load_model
 from hf_distca.refusal import check, given_as
 from hf_distca.trainer.loaders import is_stream
@@ -53,15 +53,16 @@ def with_tokens(given_arguments: Mapping[str, Any], model: Any) -> dict[str, Any
             # Reading the first document may consume it, so every document is looked at when it is
             # read.
             return TextStream(dataset, name, field, tokenizer_of(name))
-        document = _first_document(dataset)
+        with decoded(name):
+            document = _first_document(dataset)
         if document is None or (isinstance(document, Mapping) and "input_ids" in document):
             return dataset
-        document_text(document, f"document 0 of {name}", field)
+        document_text(document, f"document 0 of {name}", field, is_first=True)
         if tokenizer_of(name) is None:
             raise Data.NO_TOKENIZER.error(name=name, field=field)
         if is_stream(dataset):
             return TextStream(dataset, name, field, tokenizer_of(name))
-        with args.main_process_first():
+        with args.main_process_first(), decoded(name):
             return tokenized_dataset(dataset, name, field, tokenizer_of(name))
 
     datasets_with_tokens = {

@@ -1,3 +1,4 @@
+import gzip
 import json
 import sys
 
@@ -433,6 +434,20 @@ def test_tables_hold_lengths_or_tokens(run, tmp_path, ending, write):
         "documents                      4, 16 tokens"
         in run("plan", "--lengths", str(file), *SMALL)[1]
     )
+
+
+def test_compressed_files_tables_with_tabs_and_patterns_hold_lengths(run, tmp_path):
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(b'{"length": 4}\n{"length": 6}\n'))
+    (tmp_path / "b.tsv").write_text("length\ttext\n4\tx\n6\ty, z\n")
+    for name in ("a.jsonl.gz", "b.tsv"):
+        printed = run("plan", "--lengths", str(tmp_path / name), *SMALL)[1]
+        assert "documents                      2, 10 tokens" in printed
+    (tmp_path / "d.csv").write_text("length\n4\n")
+    assert "16 tokens" in run("plan", "--lengths", str(tmp_path / "[ad].*"), *SMALL)[1]  # drawn
+    (tmp_path / "c.bin").write_bytes(b"\0")
+    status, _, error = run("plan", "--lengths", str(tmp_path / "c.bin"), *SMALL)
+    assert status == 2
+    assert "c.bin' is binary (or UTF-16), but only text is read" in error
 
 
 def test_lengths_of_texts_and_chats_are_counted_by_a_tokenizer(dumped, tmp_path, subtests):

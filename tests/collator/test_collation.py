@@ -275,9 +275,9 @@ def test_ranks_and_workers_share_the_stream(shards, workers):
         stream = datasets.Dataset.from_list(stream).to_iterable_dataset(num_shards=shards)
     for rank in range(2):
         documents = 0
-        for batch in DataLoader(
-            StreamPacker(stream, 2, rank, 6), batch_size=None, num_workers=workers
-        ):
+        packer = StreamPacker(stream, 2, rank, 6)
+        processes = min(workers, packer.most_processes)
+        for batch in DataLoader(packer, batch_size=None, num_workers=processes):
             rows = list(zip(*values(batch), strict=True))
             assert len(rows) <= 6
             assert [row[1] for row in rows] == [
@@ -374,7 +374,7 @@ def test_lengths_of_a_flattened_batch(options):
     [
         ([0, 3, 9], [-100, 3, 9], None, {}),
         ([0, 10, 9], [-100, 3, 9], Batch.TOKEN_ID, {"token": 10, "at": 1, "last": 9}),
-        ([0, -1, 9], [-100, 3, 9], Batch.TOKEN_ID, {"token": -1, "at": 1}),
+        ([0, -1, 9], [-100, 3, 9], Batch.NEGATIVE_TOKEN, {"token": -1, "at": " at position 1"}),
         ([0, 3, 9], [-100, 8, -1], Batch.TARGET_ID, {"label": -1, "at": 2, "last": 8}),
         ([0, 3, 9], [9, -100, -100], Batch.TARGET_ID, {"label": 9, "at": 0}),
         ([0, 3, 9], [-100, -100, -100], None, {}),

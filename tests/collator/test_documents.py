@@ -112,13 +112,28 @@ def test_columns_that_are_refused():
     for mask in ([1, 0], [1, 1, 1]):
         with refused(Data.PADDED, name="document 0 of the data set", length=2):
             lengths_of([{"input_ids": [1, 2], "attention_mask": mask}])
-    for input_ids in ([[1, 2]], [0.5], ["a"], 3):
-        with refused(Data.NOT_INTEGERS, name="document 0 of the data set", column="input_ids"):
-            lengths_of([{"input_ids": input_ids}])
-    features = datasets.Features({"input_ids": datasets.Array2D((1, 3), "int64")})
-    with refused(
-        Data.NOT_INTEGERS, name="document 0 of the data set", column="input_ids", shape=(1, 3)
+    for input_ids, entry, values in (
+        ([[1, 2]], Data.NESTED, {}),
+        ([[1, 2], [3]], Data.NESTED, {}),
+        ([1, 0.5], Data.NOT_INTEGERS, {"given": 1.0, "at": 0}),
+        ([1, None], Data.NOT_INTEGERS, {"given": None, "at": 1}),
+        (["a"], Data.NOT_INTEGERS, {"given": "'a'", "at": 0}),
+        (3, Data.NO_LIST, {"given": 3}),
+        ("a", Data.NO_LIST, {"given": "'a'"}),
+        (None, Data.NO_LIST, {"given": None}),
     ):
+        with refused(entry, name="document 0 of the data set", column="input_ids", **values):
+            lengths_of([{"input_ids": input_ids}])
+    with refused(Data.ONE_LABEL, name="document 0 of the data set", given=1):
+        lengths_of([{"input_ids": [1, 2], "labels": 1}])
+    for length in ("x", None):
+        given = {"name": "document 1 of the data set", "given": repr(length), "column": "length"}
+        with refused(Data.NO_LENGTH, **given):
+            lengths_of(as_list({**TWO, "length": [3, length]}))
+    with refused(Data.NO_LENGTH, name="document 1 of the data set", given=None):
+        lengths_of(as_dataset({**TWO, "length": [3, None]}))
+    features = datasets.Features({"input_ids": datasets.Array2D((1, 3), "int64")})
+    with refused(Data.NESTED, name="document 0 of the data set", column="input_ids"):
         lengths_of(as_dataset({"input_ids": [[[1, 2, 3]]]}, features=features))
 
 
@@ -129,7 +144,7 @@ def test_columns_that_the_model_does_not_take_are_left_out(make, column):
     columns = Columns(model_inputs=frozenset(["input_ids", "position_ids"]))
     assert lengths_of(dataset, columns).tolist() == [3, 2]
     assert dataset_fingerprint(dataset, np.array([3, 2]), columns) == fingerprint(make(TWO))
-    with refused(Data.UNKNOWN_COLUMNS, unknown=["position_ids"]):
+    with refused(Data.INPUT_COLUMNS, unknown=["position_ids"]):
         lengths_of(make({**TWO, "text": ["a", "b"], "position_ids": [[0, 1, 2], [0, 1]]}), columns)
 
 
@@ -171,7 +186,7 @@ LAST = "document 1500 of the data set"
         ([1, 9], [1, 11], None, {}),
         ([1, 9], [12, -100], None, {}),  # the first label is no target
         ([1, 10], [1, 7], Batch.TOKEN_ID, {"token": 10, "at": 1, "last": 9}),
-        ([-1, 9], [1, 7], Batch.TOKEN_ID, {"token": -1, "at": 0}),
+        ([-1, 9], [1, 7], Batch.NEGATIVE_TOKEN, {"token": -1, "at": " at position 0"}),
         ([1, 9], [1, 12], Batch.TARGET_ID, {"label": 12, "at": 1, "last": 11}),
         ([1, 9, 9], [1, -100, -1], Batch.TARGET_ID, {"label": -1, "at": 2}),
         ([1, 9], [1, -101], Batch.TARGET_ID, {"label": -101, "at": 1}),
@@ -199,7 +214,7 @@ def test_tokens_are_targets_where_there_are_no_labels(make):
         ({"input_ids": [[0.5], *MANY]}, Data.NOT_INTEGERS, {"name": "document 0 of the data set"}),
         (
             {"input_ids": [*MANY, [1]], "labels": [*MANY, None]},
-            Data.NOT_INTEGERS,
+            Data.NO_LIST,
             {"column": "labels"},
         ),
         ({"input_ids": [*MANY, [1, 2]], "attention_mask": [*MANY, [1, 0]]}, Data.PADDED, {}),
@@ -250,21 +265,15 @@ def test_data_sets_with_a_target(make, columns, limit, policy):
 
 
 @pytest.mark.parametrize(
-    ("columns", "limit", "policy"),
+    ("columns", "limit", "policy", "entry"),
     [
-        (ONE_TOKEN, 4, "error"),
-        ({"input_ids": [[1, 2], [2]], "labels": [[1, -100], [2]]}, 4, "error"),
-        (LATE_TARGETS, 3, "truncate"),
+        (ONE_TOKEN, 4, "error", Data.SINGLE_TOKENS),
+        ({"input_ids": [[1, 2], [2]], "labels": [[1, -100], [2]]}, 4, "error", Data.NO_TARGETS),
+        (LATE_TARGETS, 3, "truncate", Data.TARGETS_CUT),
     ],
     ids=["one token each", "first token alone", "late targets cut off"],
 )
 @in_each_form
-def test_data_sets_without_a_target(make, columns, limit, policy):
-    with refused(Data.NO_TARGETS, name="the data set", documents=2):
+def test_data_sets_without_a_target(make, columns, limit, policy, entry):
+    with refused(entry, name="the data set", documents=2, longest=limit):
         check_targets_of(make(columns), limit, policy)
-
-
-@in_each_form
-def test_a_refusal_of_missing_targets_names_the_longest_excerpt(make):
-    with pytest.raises(ValueError, match="tokens of the longest excerpt: 1"):
-        check_targets_of(make(ONE_TOKEN), 4, "error")

@@ -1,12 +1,23 @@
+import bz2
+import gzip
+import io
 import json
 import logging
+import lzma
+import zipfile
 from pathlib import Path
 
+import datasets
 import pytest
 from datasets import Dataset, DatasetDict
+from datasets.load import infer_module_for_data_files_list
 from datasets.utils.logging import get_verbosity
 
 from hf_distca import load_documents
+from hf_distca.collator import sources
+from hf_distca.collator.formats import ROWS
+from hf_distca.collator.refusals import Source
+from tests.refused import refused
 
 
 @pytest.fixture(autouse=True)
@@ -55,7 +66,7 @@ def test_a_folder_of_sources(tmp_path, caplog, monkeypatch):
     load_documents(folder)
     assert caplog.messages == []
     (tmp_path / "data" / "inner" / "__main__.py").unlink()
-    with pytest.raises(ValueError, match="has no files, or only empty ones"):
+    with refused(Source.EMPTY_FOLDER, path=str(tmp_path / "data" / "inner")):
         load_documents(str(tmp_path / "data" / "inner"))
     with pytest.raises(ValueError, match=r"inner/__init__\.py' is empty"):
         load_documents(str(tmp_path / "data" / "inner" / "__init__.py"))
@@ -73,6 +84,121 @@ def test_tables_keep_their_columns_whatever_their_format(tmp_path):
     tokens = Dataset.from_dict({"input_ids": [[1, 2], [3]]})
     tokens.to_parquet(tmp_path / "a.parquet")
     assert load_documents(str(tmp_path / "a.parquet"))[:] == {"input_ids": [[1, 2], [3]]}
+
+
+def archive(content: bytes) -> bytes:
+    """A zip archive with two files of the same rows."""
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w") as zipped:
+        for name in ("a.jsonl", "b.jsonl"):
+            zipped.writestr(name, content)
+    return buffer.getvalue()
+
+
+JSON_ROWS = b'{"text": "one"}\n{"text": "two"}\n'
+TABLES = {
+    "a.jsonl.gz": gzip.compress(JSON_ROWS),
+    "a.json.bz2": bz2.compress(JSON_ROWS),
+    "a.jsonl.xz": lzma.compress(JSON_ROWS),
+    "A.JSONL": JSON_ROWS,
+    "a.ndjson": JSON_ROWS,
+    "a.tsv": b"text\none\ntwo\n",
+    "a.csv.gz": gzip.compress(b"text\none\ntwo\n"),
+    "title.txt.csv": b"text\none\ntwo\n",
+}
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_tables_are_known_by_their_suffixes_also_compressed(tmp_path, name):
+    source = file(tmp_path, name, TABLES[name])
+    assert load_documents(source)[:] == {"text": ["one", "two"]}
+    if name.islower():  # `datasets` finds no others in a folder
+        assert load_documents(tmp_path / "data")[:] == {"text": ["one", "two"]}
+
+
+def test_archives_and_compressed_texts(tmp_path):
+    zipped = file(tmp_path, "a.zip", archive(JSON_ROWS))
+    assert load_documents(zipped)["text"][:] == ["one", "two"] * 2
+    text = file(tmp_path, "a.txt.gz", gzip.compress(b"one\n\ntwo"))
+    assert load_documents(text)["text"][:] == ["one\n\ntwo"]
+    columns = file(tmp_path, "b.tsv", "text\tn\na,b\t1\n")
+    assert load_documents(columns)[:] == {"text": ["a,b"], "n": [1]}
+
+
+def test_a_compressed_file_whose_package_is_missing(tmp_path, monkeypatch):
+    monkeypatch.setattr("hf_distca.collator.sources.find_spec", lambda name: None)
+    source = file(tmp_path, "a.jsonl.zst", b"\x28\xb5\x2f\xfd")
+    for given in (source, tmp_path / "data"):
+        with refused(Source.NEEDS_PACKAGE, path=source, package="zstandard"):
+            load_documents(given)
+
+
+NO_TEXT = [
+    ("a.gz", gzip.compress(JSON_ROWS), "is compressed"),
+    ("a.py.gz", gzip.compress(b"a = 1"), "is compressed"),
+    ("a.docx", archive(b"x"), "is binary (or UTF-16)"),
+    ("a", gzip.compress(JSON_ROWS), "is binary (or UTF-16)"),
+    ("a.pdf", b"%PDF-1.7\n%\xe2\xe3\xcf\xd3\n\x01\x02", "is binary (or UTF-16)"),
+    ("a.txt", "a".encode("utf-16"), "is binary (or UTF-16)"),
+    ("a.jsonlines", JSON_ROWS, "has rows of JSON"),
+    ("a.jsonl.1", JSON_ROWS, "has rows of JSON"),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "why"), [pytest.param(*row, id=row[0]) for row in NO_TEXT]
+)
+def test_what_is_no_text_is_not_read_as_text(tmp_path, name, content, why):
+    source = file(tmp_path, name, content)
+    for given in (source, tmp_path / "data"):
+        with refused(Source.UNKNOWN_FORMAT, path=source, why=why):
+            load_documents(given)
+
+
+@pytest.mark.parametrize(
+    "name", ["a.rst", "a.tex", "a.ts", "a.html", "a.xml", "a.toml", "Makefile", "v1.json.md"]
+)
+def test_text_of_any_suffix_is_read(tmp_path, name):
+    # With a control character, as texts of PDF files have, and a head that ends in a character.
+    source = file(tmp_path, name, "{\x02é}" + "x" * (sources.HEAD_BYTES - 6) + "é")
+    assert load_documents(source)["text"][0].endswith("xé")
+
+
+def test_json_in_a_text_file_is_text(tmp_path):
+    assert load_documents(file(tmp_path, "a.txt", JSON_ROWS))["text"][:] == [JSON_ROWS.decode()]
+    indented = file(tmp_path, "a.ipynb", '{\n "cells": []\n}')
+    assert load_documents(indented)["text"][:] == ['{\n "cells": []\n}']
+
+
+def test_patterns_stand_for_files_in_the_order_of_their_names(tmp_path):
+    for name in ("b.md", "a.md", "c.py", "inner/d.md", "e[1].md"):
+        file(tmp_path, name, name)
+    folder = f"{tmp_path}/data"
+    assert load_documents(f"{folder}/*.md")["text"][:] == ["a.md", "b.md", "e[1].md"]
+    assert load_documents([f"{folder}/**/[cd]*", f"{folder}/e[1].md"])["text"][:] == [
+        *("c.py", "inner/d.md"),
+        "e[1].md",
+    ]
+    with refused(Source.NO_MATCH, pattern=f"{folder}/*.rst"):
+        load_documents(f"{folder}/*.rst")
+    with refused(Source.NO_MATCH, pattern="nosuch/*"):  # which is no name on the Hub
+        load_documents("nosuch/*")
+
+
+def test_brackets_in_the_path_of_a_folder(tmp_path, monkeypatch):
+    for folder in ("d[1]", "d1"):
+        for name in ("a.txt", "rows/a.jsonl"):
+            file(tmp_path, f"{folder}/{name}", f'{{"text": "{folder}"}}\n')
+    monkeypatch.chdir(tmp_path / "data" / "d[1]")
+    assert load_documents("a.txt")["text"][:] == ['{"text": "d[1]"}\n']
+    with refused(Source.WILDCARDS, path="rows"):  # `datasets` would read the other folder
+        load_documents("rows")
+    assert load_documents("rows/a.jsonl")["text"][:] == ["d[1]"]
+
+
+def test_names_tell_rows_as_datasets_does():
+    for suffix in ROWS:
+        assert infer_module_for_data_files_list([f"a{suffix}"])[0] in sources.TABLES
 
 
 def test_folders_with_tables_and_saved_data_sets(tmp_path):
@@ -114,34 +240,67 @@ def test_sources_of_different_formats_with_the_same_columns_are_joined_in_order(
     table = file(tmp_path, "b.jsonl", '{"text": "two"}\n')
     other = file(tmp_path, "c.jsonl", '{"body": "three"}\n')
     assert load_documents([table, text])["text"][:] == ["two", "one"]
+    assert load_documents([table, text, table])["text"][:] == ["two", "one", "two"]
+    wide = [
+        file(tmp_path, "d.jsonl", '{"text": "x", "n": 1}\n'),
+        file(tmp_path, "e.csv", "n,text\n2,y\n"),
+    ]
+    assert load_documents(wide)[:] == {"text": ["x", "y"], "n": [1, 2]}
     with pytest.raises(
-        ValueError, match=r"c\.jsonl' has the columns \['body'\], but '.*a\.txt' has the columns"
+        ValueError,
+        match=r"c\.jsonl' has the columns body \(string\), but '.*a\.txt' has the columns text \(",
     ):
         load_documents([text, other])
+    with refused(Source.OTHER_COLUMNS, path=text, first="n (int64)"):
+        load_documents([file(tmp_path, "f.jsonl", '{"n": 1}\n'), text])
+    words = file(tmp_path, "g.jsonl", '{"text": "x", "n": "one"}\n')
+    with refused(
+        Source.OTHER_COLUMNS, path=words, columns="text (string), n (string)", first_path=wide[0]
+    ):
+        load_documents([wide[0], words])
+
+
+UNREADABLE = [
+    (
+        "bad.txt",
+        b"a\xffb",
+        r"bad\.txt cannot be read as text: it has the bytes b'a\\xffb', but .*iconv",
+    ),
+    (
+        "bad.csv",
+        b"text\na\xffb\n",
+        r"bad\.csv cannot be read as csv: it has the bytes b'a\\xffb', but .*iconv",
+    ),
+    (
+        "bad.jsonl",
+        '{"text": "x"}\n{"text": \n',
+        r"bad\.jsonl cannot be read as json: JSON parse error[^;]*; repair .* leave it out$",
+    ),
+    (
+        "bad.jsonl.gz",
+        gzip.compress(b'{"text": "x"}\n')[:-4],
+        r"bad\.jsonl\.gz cannot be read as json: Compressed file ended",
+    ),
+    ("bad.zip", "no archive", r"bad\.zip cannot be read as zip: File is not a zip file"),
+    (
+        "commas.csv",
+        "text\nhello, world\n",
+        r"commas\.csv cannot be read as csv: rows have more fields than the first line; does",
+    ),
+    ("bad.parquet", "no table", r"bad\.parquet cannot be read as parquet: "),
+    ("empty.txt", "", r"empty\.txt' is empty"),
+]
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "message"),
-    [
-        (
-            "bad.txt",
-            b"a\xffb",
-            r"bad\.txt cannot be read as text: byte 1 is 0xff, which is not UTF-8, but .*iconv",
-        ),
-        (
-            "bad.jsonl",
-            '{"text": "x"}\n{"text": \n',
-            r"bad\.jsonl cannot be read as json: JSON parse error",
-        ),
-        ("bad.parquet", "no table", r"bad\.parquet cannot be read as parquet: "),
-        ("empty.txt", "", r"empty\.txt' is empty"),
-    ],
+    ("name", "content", "message"), [pytest.param(*row, id=row[0]) for row in UNREADABLE]
 )
 def test_an_unreadable_file_is_named_among_others(tmp_path, name, content, message):
-    good = Path(name).with_stem("good")
+    good = {".csv": "text\nx\n", ".txt": "x", ".jsonl": '{"text": "x"}\n'}
+    suffix = Path(name).suffix
     sources = [file(tmp_path, name, content)]
-    if good.suffix != ".parquet":
-        sources.insert(0, file(tmp_path, str(good), '{"text": "x"}\n'))
+    if suffix in good:
+        sources.insert(0, file(tmp_path, f"good{suffix}", good[suffix]))
     with pytest.raises(ValueError, match=message):
         load_documents(sources)
 
@@ -180,8 +339,14 @@ def test_an_unreadable_table_of_a_folder_is_named(tmp_path):
 
 def test_a_folder_without_the_split_is_a_folder(tmp_path):
     file(tmp_path, "good.csv", "text\nx\n")
-    with pytest.raises(ValueError, match="is a folder and cannot be loaded by `datasets`"):
-        load_documents(str(tmp_path / "data"), split="validation")
+    folder = str(tmp_path / "data")
+    with refused(Source.FOLDER_NOT_LOADED, path=folder) as error:
+        load_documents(folder, split="validation")
+    assert 'Unknown split "validation"' in str(error.value)
+    file(tmp_path, "other.csv", "body\nx\n")
+    with refused(Source.FOLDER_NOT_LOADED, path=folder) as error:
+        load_documents(folder)
+    assert "body: large_string" in str(error.value)
 
 
 @pytest.mark.parametrize(
@@ -194,7 +359,7 @@ def test_a_folder_without_the_split_is_a_folder(tmp_path):
             "someone/nosuch",
             "'someone/nosuch' is no file here and cannot be loaded by `datasets`",
         ),
-        ("{tmp_path}/empty", "the folder '.*empty' has no files, or only empty ones"),
+        ("{tmp_path}/empty", "the folder '.*empty' has no files, or only empty and hidden ones"),
     ],
 )
 def test_sources_that_do_not_exist(tmp_path, source, message):
@@ -206,3 +371,24 @@ def test_sources_that_do_not_exist(tmp_path, source, message):
 def test_no_source():
     with pytest.raises(ValueError, match="no source is named"):
         load_documents([])
+
+
+@pytest.mark.parametrize(("name", "content"), [("a.csv", "text\n"), ("a.json", "[]")])
+def test_a_file_without_rows(tmp_path, name, content):
+    source = file(tmp_path, name, content)
+    with refused(Source.NO_ROWS, paths=source):
+        load_documents(source)
+
+
+def test_lines_are_no_documents(tmp_path):
+    with refused(Source.NO_WAY_TO_DIVIDE, given="line"):
+        load_documents(file(tmp_path, "a.txt", "one\n"), sample_by="line")  # type: ignore[arg-type]
+
+
+def test_an_error_of_the_disk_is_raised_as_it_is(tmp_path, monkeypatch):
+    def fail(*_args, **_options):
+        raise datasets.exceptions.DatasetGenerationError from OSError(28, "No space left", "/cache")
+
+    monkeypatch.setattr(datasets.DatasetBuilder, "download_and_prepare", fail)
+    with pytest.raises(datasets.exceptions.DatasetGenerationError):
+        load_documents(file(tmp_path, "a.jsonl", '{"text": "x"}\n'))

@@ -7,7 +7,7 @@ from torch.utils.data import IterableDataset
 
 from hf_distca.collator.refusals import Data
 from hf_distca.collator.streams import StreamPacker
-from hf_distca.collator.texts import TextStream, tokenize, tokenized_dataset
+from hf_distca.collator.texts import TextStream, document_text, tokenize, tokenized_dataset
 from tests.refused import refused
 from tests.trainer.chats import tokenizer
 
@@ -116,9 +116,9 @@ GOOD = {"text": "w1"}
 @pytest.mark.parametrize(
     ("row", "entry", "values"),
     [
-        ({"text": None}, Data.NOT_TEXT, {"kind": "NoneType", "field": "text"}),
+        ({"text": None}, Data.MISSING_TEXT, {"field": "text"}),
         ({"text": ["w1"]}, Data.NOT_TEXT, {"kind": "list"}),
-        ({"other": "w1"}, Data.NO_TEXT, {"columns": ["other"]}),
+        ({"other": "w1"}, Data.NO_TEXT_IN_DOCUMENT, {"columns": ["other"], "field": "text"}),
         ({"text": "w1 \ud800"}, Data.SURROGATE, {"character": "'\\ud800'", "at": 3}),
         (None, Data.NOT_A_ROW, {"kind": "NoneType"}),
         ("w1", Data.NOT_A_ROW, {"kind": "str"}),
@@ -138,10 +138,15 @@ def test_documents_without_text_are_named(row, entry, values):
         list(StreamPacker(TextStream(streamed, "train_dataset", "text", tokenizer()), 1, 0, 8))
 
 
+def test_a_text_beside_a_prompt_is_the_document():
+    row = {"text": "w1", "prompt": "w2", "messages": []}
+    assert document_text(row, "document 0", "text", is_first=True) == "w1"
+
+
 def test_documents_of_stored_texts_are_named():
     stored = datasets.Dataset.from_dict({"text": ["w1"] * 1500 + [None], "source": range(1501)})
     assert tokenized_dataset(stored.select([1, 2]), "train_dataset", "text", tokenizer())[:] == {
         "input_ids": [[6, END]] * 2
     }
-    with refused(Data.NOT_TEXT, name="document 1500 of train_dataset", kind="NoneType"):
+    with refused(Data.MISSING_TEXT, name="document 1500 of train_dataset", field="text"):
         tokenized_dataset(stored, "train_dataset", "text", tokenizer())

@@ -363,6 +363,15 @@ def with_unknown_token(batch: dict[str, Tensor]) -> dict[str, Any]:
     return batch
 
 
+def with_masks(batch: dict[str, Tensor]) -> dict[str, Any]:
+    return {**batch, "attention_mask": {"full_attention": None}}
+
+
+def with_label(batch: dict[str, Tensor]) -> dict[str, Any]:
+    batch["input_ids"][1, 0] = -100
+    return batch
+
+
 def with_long_sequence(batch: dict[str, Tensor]) -> dict[str, Any]:
     return {"input_ids": torch.ones(1, 200, dtype=torch.long)}
 
@@ -398,8 +407,10 @@ def message_of(change: Callable[[dict[str, Tensor]], dict[str, Any]]) -> str:
         (with_embeddings, "a padded batch has no input_ids [B, L], but ranks exchange token ids"),
         (
             with_mask_of_four_dimensions,
-            "the attention_mask of a padded batch has the shape (1, 1, 4, 4), but only",
+            "the attention_mask of a padded batch is of the shape (1, 1, 4, 4), but only",
         ),
+        (with_masks, "the attention_mask of a padded batch is of the type dict, but only"),
+        (with_label, "sequence 1 of a padded batch has the token id -100, but token ids begin at"),
         (
             with_unknown_token,
             "sequence 1 of a padded batch has the token 64, but the model's embedding has",

@@ -101,7 +101,8 @@ def test_documents_that_stay_whole_fill_ranks_and_not_their_sum(
     assert len(loaders.loader(documents, shuffle=False)) == micro_batches
     assert len(loaders.loader(documents, shuffle=False, capacity=16, bins=1)) == 1
     assert len(loaders.loader(documents, shuffle=False, capacity=16, bins=2)) == 2
-    with refused(Data.LONG, limit_name=limit_name, limit=limit, length=limit + 1):
+    entry = Data.LONG_WHOLE if layout == "whole" else Data.LONG
+    with refused(entry, limit_name=limit_name, limit=limit, length=limit + 1):
         loaders.loader([{"input_ids": [0] * (limit + 1)}], shuffle=False)
 
 

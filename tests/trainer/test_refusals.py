@@ -500,6 +500,8 @@ OTHERS: list[tuple[str, dict[str, Any], int, dict[str, Any], str]] = [
         {},
         "dataloader_num_workers is 0, but must be 1",
     ),  # an old default
+    ("stream", {}, 2, {"divided_streams": True}, "divided_streams is True, but must be False"),
+    ("stream", {"divided_streams": True}, 2, {}, "divided_streams is False, but must be True"),
     (
         "flattened stream",
         {"dataloader_num_workers": 1},

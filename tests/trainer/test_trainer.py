@@ -190,7 +190,7 @@ WITHOUT_FILTER = {"save_strategy": "no", "logging_nan_inf_filter": False}
 
 
 def test_a_data_set_without_targets_is_refused(tmp_path):
-    with refused(Data.NO_TARGETS, name="train_dataset", documents=3):
+    with refused(Data.SINGLE_TOKENS, name="train_dataset", documents=3):
         make_trainer(str(tmp_path), lengths=[1, 1, 1], max_steps=1, **WITHOUT_FILTER).train()
 
 

@@ -1,8 +1,8 @@
 """README's picture: one step of 8 ranks, packed as by TRL's packing=True and planned, simulated.
 
 An 8B model on 8 H100 with 32768 tokens each, documents with ProLong's lengths: the micro-batches of
-typical_data.py. The picture shows the one whose gain is the median, so their number is odd. Writes docs/step.svg; prints
-the numbers that are drawn.
+typical_data.py. The picture shows the one whose gain is the median, so their number is odd. Writes
+docs/step.svg; prints the numbers that are drawn.
 
 Run: PYTHONPATH=. python benchmarks/step_picture.py [--batches 199]
 """

@@ -114,7 +114,7 @@ def test_bars_and_table_of_strategies_have_the_seconds_of_the_same_rank_and_name
         assert section.index(term) < section.index("<svg")
     for term in ("MFU, model FLOPs utilization: ", "imbalance: core attention of the busiest rank"):
         assert section.count(term) == 1
-    runs = {name: figures["in transformers"] for name, figures in table.items()}
+    runs = {name: figures["runs today"] for name, figures in table.items()}
     assert runs["plain packing"] == runs["Ulysses, 1 × 16"] == "yes"
     assert runs["context parallel, 1 × 16"] == "no"
     assert runs["hf_distca, chosen"] == ""

@@ -427,6 +427,10 @@ def test_gains_in_sentences_are_those_of_the_results():
     on_8 = f"at most {greatest[8] - 1:.0%} on one node of 8 GPUs"
     assert f"{on_8}, and up to {greatest[64] - 1:.0%} on 64" in README_TEXT
     assert "it is {} GPUs and {}.".format(*by_fixed_strategy) in README_TEXT
+    on_512 = re.search(
+        r"--ranks 512 .*?\n([\d.]+)× the speed of", PAGES["docs/explanation/plans.md"], re.S
+    )
+    assert f"On 512 GPUs ProLong gains [{on_512[1]}]" in README_TEXT
 
 
 def test_picture_caption_and_table_have_the_gain_over_packing():

@@ -116,7 +116,7 @@ def main() -> None:
     steps = (
         panel_of("plain packing (TRL's packing=True): equal tokens on every rank", packed),
         panel_of(
-            "planned by hf_distca: equal tokens and equal core attention on every rank", balanced
+            "planned by hf_distca: nearly equal tokens and core attention on every rank", balanced
         ),
     )
     PICTURE.write_text(picture(steps), encoding="utf-8")

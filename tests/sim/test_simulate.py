@@ -229,6 +229,7 @@ def test_gpus_of_servers_and_tensor_parallelism():
     strategies = {figures.name: figures for figures in simulation.strategies}
     without_servers = [figures for figures in simulation.strategies if not figures.servers]
     assert {figures.gpus for figures in without_servers} == {2 * 2}
+    assert simulation.best_in_transformers == "plain packing"  # nothing else, beside such GPUs
     assert strategies["hf_distca, joint, 1 servers"].gpus == (2 + 1) * 2
 
 
@@ -279,7 +280,7 @@ def test_gains_and_loads():
     whole, shared = by_name["whole documents balanced"], by_name["Ulysses, 1 × 2"]
     assert (whole.documents_cut, shared.documents_cut) == (1 / 6, 0)  # of all documents
     assert whole.step_seconds < shared.step_seconds
-    assert simulation.best_plain == shared.name
+    assert simulation.best_plain == simulation.best_in_transformers == shared.name
 
 
 def strategy(name: str, **figures) -> StrategyFigures:

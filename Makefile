@@ -24,6 +24,8 @@ $(BIN)/python:
 	$(PYTHON) -m venv .venv
 
 $(SETUP): pyproject.toml constraints.txt | $(BIN)/python
+	@echo "Setting up .venv, once: torch, transformers and what tests need. It takes some minutes."
+	@echo "Without a GPU PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu saves the download of CUDA."
 	$(BIN)/python -m pip install 'pip>=25.1'  # which knows dependency groups
 	$(BIN)/pip install --constraint constraints.txt torch
 	$(BIN)/pip install --constraint constraints.txt $(EDITABLE)
@@ -48,15 +50,18 @@ demo: $(CHECKPOINT)/model.safetensors
 test: lint types tests
 
 lint: $(SETUP)
+	@echo "Lint: style, and the direction of imports."
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports --no-logo
 
 types: $(SETUP)
+	@echo "Types: a minute."
 	$(BIN)/mypy
 
 # In the order of tests/conftest.py: by default files with the fewest tests come last, and those launch trainings.
 tests: $(SETUP)
+	@echo "Tests: a quarter of an hour on two cores."
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
 # The site into site/: site/index.html needs no server. A broken link, a missing page or a warning ends the build.

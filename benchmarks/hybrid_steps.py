@@ -27,7 +27,7 @@ from hf_distca.planner.settings import Choices, PlanSettings
 from hf_distca.predict.profile import DeviceProfile
 from hf_distca.predict.setup import Setup
 from hf_distca.sim.lengths import IntArray, corpora, cut_at, micro_batches
-from hf_distca.sim.strategies import StepTime, data_and_context_parallel, planned
+from hf_distca.sim.strategies import StepTime, planned, whole_documents
 
 TOKENS_PER_RANK = 32768
 RANKS = (8, 64)
@@ -38,7 +38,7 @@ def steps(
     every: list[IntArray], setup: Setup, settings: PlanSettings, strategy: str
 ) -> list[StepTime]:
     if strategy == "whole":
-        return [data_and_context_parallel(lengths, setup, 1) for lengths in every]
+        return [whole_documents(lengths, setup) for lengths in every]
     if strategy == "chosen":
         settings = replace(settings, choices=Choices.beside(settings, setup.costs))
     return [planned(lengths, setup, settings)[0] for lengths in every]

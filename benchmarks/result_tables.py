@@ -63,15 +63,39 @@ def quartiles(spread: dict[str, float]) -> str:
     return f"{spread['median']:.2f} ({spread['lower']:.2f} to {spread['upper']:.2f})"
 
 
+COMPARED = {
+    "over_plain": "TRL's packing",
+    "over_transformers": "the best in transformers",
+    "over_best_other": "the best known",
+}
+"""Gains by micro-batch of typical_data.py, and what they are over."""
+
+
 @table_of("typical_data")
 def expectations() -> Rows:
-    found: dict[str, dict[int, Any]] = {}
+    """Medians of `expected_gains`, a row for each kind of documents."""
+    found: dict[str, list[Any]] = {}
     for row in result("typical_data")["settings"]:
-        found.setdefault(row["documents"], {})[row["ranks"]] = row
-    yield "documents", "core attention's share", "8 GPUs", "64 GPUs"
-    for name, by_ranks in found.items():
-        gains = (quartiles(by_ranks[ranks]["over_best_other_of_batches"]) for ranks in (8, 64))
-        yield name, f"{by_ranks[64]['attention_share']:.0%}", *gains
+        found.setdefault(row["documents"], []).append(row)
+    counts = [row["ranks"] for row in next(iter(found.values()))]
+    names = ("packing", "transformers", "any")
+    yield "documents, GPUs", *(f"{count}, {name}" for count in counts for name in names)
+    for documents, rows in found.items():
+        medians = (row[f"{gain}_of_batches"]["median"] for row in rows for gain in COMPARED)
+        yield documents, *(f"{median:.2f}" for median in medians)
+
+
+@table_of("typical_data")
+def expected_gains() -> Rows:
+    over = (f"over {name}" for name in COMPARED.values())
+    yield "documents", "GPUs", "attention that packing drops", *over
+    for row in result("typical_data")["settings"]:
+        yield (
+            row["documents"],
+            str(row["ranks"]),
+            f"{row['plain_drops']:.0%}",
+            *(quartiles(row[f"{gain}_of_batches"]) for gain in COMPARED),
+        )
 
 
 @table_of("typical_data")
@@ -82,10 +106,26 @@ def one_strategy() -> Rows:
         "best strategy of most micro-batches",
         "over the best of each",
         "over the best single one",
+        "over the best single one in transformers",
     )
+    gains = ("over_best_other", "over_best_fixed", "over_fixed_in_transformers")
     for row in result("typical_data")["settings"]:
-        gains = (f"{row[name]:.2f}" for name in ("over_best_other", "over_best_fixed"))
-        yield row["documents"], str(row["ranks"]), row["best_other"], *gains
+        figures = (f"{row[gain]:.2f}" for gain in gains)
+        yield row["documents"], str(row["ranks"]), row["best_other"], *figures
+
+
+@table_of("trl_packing")
+def trl_packing() -> Rows:
+    yield "documents", "GPUs", "rows filled", "TRL's rows, tokens/s", "plain packing", "ratio"
+    for row in result("trl_packing")["settings"]:
+        speeds = (f"{row[f'{name}_tokens_per_second']:,.0f}" for name in ("trl", "plain"))
+        yield (
+            row["documents"],
+            str(row["ranks"]),
+            f"{row['filled']:.1%}",
+            *speeds,
+            f"{row['plain_over_trl']:.2f}",
+        )
 
 
 def gain_by_formula(row: dict[str, float]) -> float:

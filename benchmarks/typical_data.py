@@ -1,15 +1,17 @@
 """Expected speed-up for five kinds of documents: an 8B model on 8 and 64 H100, 32768 tokens each,
 simulated.
 
-Every micro-batch is simulated with hf_distca's defaults and with every other strategy. Three
+Every micro-batch is simulated with hf_distca's defaults and with every other strategy. These
 comparisons come of it:
 
   best other     the fastest strategy that keeps every document whole, so that all compute the same;
                  taken for each micro-batch, with hindsight
   best fitting   the same, of the strategies that hold at most 32768 tokens on each GPU
   best fixed     as best other, but one strategy for all micro-batches, as a launch sets it
-  plain packing  documents packed by tokens. What a rank cannot hold is cut, which drops attention
-                 across the cuts
+  transformers   best other and best fixed of the strategies that transformers, accelerate or TRL
+                 run on packed documents
+  plain packing  documents packed by tokens, as TRL does with packing=True. What a rank cannot hold
+                 is cut, which drops attention across the cuts
 
 Beside plain packing the gain is (t · r + m) / (r + 1 + w). The unit of r, m and w is the mean core
 attention of a rank in the planned step:
@@ -23,7 +25,7 @@ Run: PYTHONPATH=. python benchmarks/typical_data.py [--batches 64]
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
@@ -54,9 +56,13 @@ def data() -> Iterator[tuple[str, Draw]]:
     yield "pretraining mix", corpora()["wlbllm"]
 
 
-def simulated(draw: Draw, ranks: int, count: int) -> dict[str, list[StepTime]]:
-    """What every strategy, and the busiest packed rank, take for the same micro-batches: [count]
-    steps of each.
+Steps = Mapping[str, Sequence[StepTime]]
+"""[micro-batches] steps of each strategy by its name."""
+
+
+def simulated(draw: Draw, ranks: int, count: int) -> tuple[Steps, list[str]]:
+    """What every strategy, and the busiest packed rank, take for the same micro-batches; and the
+    names of the strategies that transformers, accelerate or TRL run.
     """
     setup = Setup(LLAMA_8B, DeviceProfile.load("h100"), ranks, TOKENS_PER_RANK, RANKS_PER_NODE)
     kinds = tuple(LLAMA_8B.layers)
@@ -68,9 +74,10 @@ def simulated(draw: Draw, ranks: int, count: int) -> dict[str, list[StepTime]]:
         for way in all_strategies(setup, settings, 0)
         if way.document_layout is None or way.name == CHOSEN
     ]
+    runs = [way.name for way in ways if way.in_transformers]
     batches = list(islice(micro_batches(draw, ranks * TOKENS_PER_RANK, seed=0), count))
     busiest = {BUSIEST: [busiest_packed(lengths, setup) for lengths in batches]}
-    return busiest | {way.name: [way.step(lengths)[0] for lengths in batches] for way in ways}
+    return busiest | {way.name: [way.step(lengths)[0] for lengths in batches] for way in ways}, runs
 
 
 def busiest_packed(lengths: NDArray[np.int64], setup: Setup) -> StepTime:
@@ -85,43 +92,68 @@ def mean(steps: Sequence[StepTime], of_step: Callable[[StepTime], float]) -> flo
     return float(np.mean([of_step(step) for step in steps]))
 
 
-def keeps_documents_whole(steps: Sequence[StepTime]) -> bool:
-    return not any(step.documents_cut for step in steps)
+def best_of_batches(
+    steps: Steps, names: Iterable[str], fits: Callable[[StepTime], bool] = lambda step: True
+) -> list[tuple[str, float]]:
+    """The fastest strategy of those that cut the fewest documents of each micro-batch, and its
+    seconds.
+    """
+    best = []
+    for of_batch in zip(*(steps[name] for name in names), strict=True):
+        fitting = [pair for pair in zip(names, of_batch, strict=True) if fits(pair[1])]
+        name, step = min(fitting, key=lambda pair: (pair[1].documents_cut, pair[1].seconds))
+        best.append((name, step.seconds))
+    return best
 
 
-def comparison(steps: Mapping[str, Sequence[StepTime]]) -> dict[str, Any]:
+def best_fixed(steps: Steps, names: Iterable[str]) -> float:
+    """The mean seconds of the fastest strategy of those that cut the fewest documents in all."""
+    cut_and_seconds = (
+        (
+            sum(step.documents_cut for step in steps[name]),
+            mean(steps[name], lambda step: step.seconds),
+        )
+        for name in names
+    )
+    return min(cut_and_seconds)[1]
+
+
+def comparison(steps: Steps, in_transformers: Sequence[str]) -> dict[str, Any]:
     """The figures of one kind of documents, from the steps of every strategy of the same
     micro-batches.
     """
     planned = steps[CHOSEN]
     plain = steps[PLAIN]
     busiest = steps[BUSIEST]
-    seconds = mean(planned, lambda step: step.seconds)
+    own = np.array([step.seconds for step in planned])
+    seconds = float(own.mean())
+
+    def over_planned(others: Iterable[float]) -> list[float]:
+        """Gains of the micro-batches over other strategies."""
+        return [float(other / mine) for other, mine in zip(others, own, strict=True)]
+
     names = [name for name in steps if name not in (CHOSEN, BUSIEST)]
-    best = []
-    fitting = []
-    for index, own in enumerate(planned):
-        whole = [(name, steps[name][index]) for name in names]
-        whole = [(name, step) for name, step in whole if not step.documents_cut]
-        best.append(min((step.seconds, name) for name, step in whole))
-        seconds_that_fit = [
-            step.seconds for _, step in whole if step.tokens_most <= TOKENS_PER_RANK
-        ]
-        fitting.append(min(seconds_that_fit) / own.seconds)
-    fixed = [name for name in names if keeps_documents_whole(steps[name])]
+    best = best_of_batches(steps, names)
+    fitting = over_planned(
+        taken
+        for _, taken in best_of_batches(
+            steps, names, lambda step: step.tokens_most <= TOKENS_PER_RANK
+        )
+    )
+    today = best_of_batches(steps, in_transformers)
     unit = mean(planned, lambda step: step.attention.mean())
     return {
         "attention_share": unit / seconds,
-        "best_other": Counter(name for _, name in best).most_common(1)[0][0],
-        "over_best_other": float(np.mean([of for of, _ in best])) / seconds,
-        "over_best_other_of_batches": spread(
-            [of / own.seconds for (of, _), own in zip(best, planned, strict=True)]
-        ),
+        "best_other": Counter(name for name, _ in best).most_common(1)[0][0],
+        "over_best_other": float(np.mean([taken for _, taken in best])) / seconds,
+        "over_best_other_of_batches": spread(over_planned(taken for _, taken in best)),
         "over_best_fitting": {"median": float(np.median(fitting)), "worst": min(fitting)},
         "slower_than_best_fitting": float(np.mean(np.array(fitting) < FAST_ENOUGH)),
-        "over_best_fixed": min(mean(steps[name], lambda step: step.seconds) for name in fixed)
-        / seconds,
+        "over_best_fixed": best_fixed(steps, names) / seconds,
+        "over_transformers_of_batches": spread(over_planned(taken for _, taken in today)),
+        "over_fixed_in_transformers": best_fixed(steps, in_transformers) / seconds,
         "over_plain": mean(plain, lambda step: step.seconds) / seconds,
+        "over_plain_of_batches": spread(over_planned(step.seconds for step in plain)),
         "plain_drops": 1 - mean(plain, lambda step: step.attention.mean()) / unit,
         "m": mean(busiest, lambda step: step.attention.max()) / unit,
         "t": mean(busiest, lambda step: step.other.max())
@@ -136,7 +168,7 @@ def main() -> None:
         options_parser(__doc__, batches=(64, "micro-batches of each setting")).parse_args().batches
     )
     found = [
-        {"documents": name, "ranks": ranks, **comparison(simulated(draw, ranks, count))}
+        {"documents": name, "ranks": ranks, **comparison(*simulated(draw, ranks, count))}
         for name, draw in data()
         for ranks in RANKS
     ]

@@ -51,8 +51,9 @@ from hf_distca.units import AUTO
 
 DESCRIPTION = f"""\
 Predict the time of a training step for documents like yours, without a GPU, by each strategy: plain
-packing with equal tokens, whole documents balanced, context parallelism over 2, 4, 8 ... ranks, and
-hf_distca. The costs of the device were measured. The last lines report whether balancing pays.
+packing with equal tokens (TRL's packing=True), whole documents balanced, Ulysses and context
+parallelism over 2, 4, 8 ... ranks, and hf_distca. The costs of the device were measured. The last
+lines report the speed over TRL's packing, and over the best of the other strategies.
 
 {SOURCES} A step has one micro-batch on each rank. It leaves out gradient synchronisation and the
 optimizer, which are the same for all strategies. Where training would draw micro-batches whose
@@ -65,6 +66,9 @@ SHARED_IF_PADDED = (
     "compares them."
 )
 """Advice where sequences begin alike and no padded batches are compared."""
+MARK = " *"
+IN_TRANSFORMERS = "* transformers, accelerate or TRL run it on packed documents."
+"""Mark of strategies in the table, and its meaning."""
 TABLE_WIDTH = 100
 """Columns of a terminal that hold a table without broken lines."""
 
@@ -280,7 +284,7 @@ def _to_copy(options: argparse.Namespace, result: Simulation, setup: Setup) -> d
 
 
 def _table(figures: Mapping[str, Any]) -> str:
-    lines = _aligned([columns_of(strategy) for strategy in figures["strategies"]])
+    lines = [*_aligned([*map(_marked_columns, figures["strategies"])]), IN_TRANSFORMERS]
     advice = list(figures["advice"])
     padded = figures.get("padded")
     padded_lines: list[str] = []
@@ -301,6 +305,12 @@ def _table(figures: Mapping[str, Any]) -> str:
     return "\n".join(
         [wrapped(first), "", SECONDS, *lines, *padded_lines, "", *wrapped_advice, simulated]
     )
+
+
+def _marked_columns(strategy: Mapping[str, Any]) -> dict[str, str]:
+    """Return the columns of the table; strategies that transformers run have a mark."""
+    name = strategy["name"] + MARK * strategy["in_transformers"]
+    return {**columns_of(strategy), "": name}
 
 
 def _aligned(rows: Sequence[Mapping[str, str]]) -> list[str]:

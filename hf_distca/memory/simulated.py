@@ -33,8 +33,8 @@ def gpu_memory(
     The model's state is divided over all ranks as by FSDP2.
 
     A step with the plan is counted for planned strategies. The others are counted without an
-    exchange, for half and for full rows, and extended along a line; context parallelism adds K and
-    V of its group and their gradients.
+    exchange, for half and for full rows, and extended along a line; groups of ranks that share
+    documents add what a rank receives from the others, and the gradients.
     """
     settings = replace(settings, kernel=KERNEL)
     alone = replace(settings, ranks=1, ranks_per_node=1, ping_pong=False)
@@ -64,10 +64,9 @@ def gpu_memory(
         half = sum(without_exchange(half_rows).parts.values())
         full = sum(without_exchange(full_rows).parts.values())
         extended = round(full + (full - half) * (rows - full_rows) / (full_rows - half_rows))
-        # K and V of the other ranks of the group, and their gradients.
-        widest = max(kind.kv_heads * (kind.dim_qk + kind.dim_v) for kind in settings.kinds)
-        other_rows = rows * (strategy.context - 1)
-        gathered = 2 * other_rows * widest * setup.profile.bytes_per_value
-        return extended + gathered, state
+        # What a rank receives from its group, and the gradients.
+        most_values = max(map(strategy.group.received_values, settings.kinds))
+        received = 2 * rows * most_values * setup.profile.bytes_per_value
+        return extended + round(received), state
 
     return memory

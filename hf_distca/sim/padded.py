@@ -15,7 +15,7 @@ from hf_distca.plan import MicroBatchPlan
 from hf_distca.plan.nodes import node_sizes
 from hf_distca.planner.settings import PlanSettings
 from hf_distca.predict.setup import Setup
-from hf_distca.sim.strategies import StepTime, data_and_context_parallel, on_ranks, step_of_plan
+from hf_distca.sim.strategies import StepTime, on_ranks, step_of_plan, whole_documents
 from hf_distca.sim.trees import DrawnBatch
 
 PADDED = "padded to the longest"
@@ -134,7 +134,7 @@ def steps_of(
     return {
         PADDED: on_ranks(padded(batch), setup),
         PACKED: on_ranks(batch, setup),
-        BALANCED: data_and_context_parallel(lengths, enough, 1),
+        BALANCED: whole_documents(lengths, enough),
         **{name: _planned(plans, setup, settings) for name, plans in planned.items()},
     }
 

@@ -1,7 +1,6 @@
 """Reports of a simulation and of a plan: one HTML file each that needs nothing else."""
 
 import json
-import re
 from collections.abc import Mapping, Sequence
 from html import escape
 from pathlib import Path
@@ -14,7 +13,7 @@ from hf_distca.sim.drawing import (
     stacks_picture,
     style_sheet,
 )
-from hf_distca.sim.simulate import NOT_WORTH, SECONDS, columns_of, parts_of_step
+from hf_distca.sim.simulate import SECONDS, columns_of, parts_of_step
 from hf_distca.sim.strategies import PLAIN
 
 STYLE = Path(__file__).with_suffix(".css")
@@ -40,18 +39,29 @@ COLUMNS = (
     "rank's bytes in one layer's forward. GB: memory of one GPU, with weights, gradients and "
     "optimizer divided over all GPUs as by FSDP2. A step of the model was run on fake tensors "
     "and counted: a planned strategy with the plan that exchanges the most; the others without "
-    "an exchange, and context parallelism with K and V of its group besides. CUDA, NCCL and gaps "
-    "between tensors, some 2 GB, are left out."
+    "an exchange, and groups of ranks with the rows that a rank receives besides. CUDA, NCCL and "
+    "gaps between tensors, some 2 GB, are left out. runs today: whether transformers, "
+    "accelerate or TRL run the strategy on packed documents."
 )
 """Meaning of the columns of the table of strategies."""
-NAMES = (
-    "Plain packing gives every rank equal tokens. Context parallel, 8 × 4: there are 8 groups of 4 "
-    "ranks, and the ranks of a group share each of its documents evenly. hf_distca plans which "
-    "rank computes which core attention. Fixed: documents are packed in order and cut where the "
-    "tokens of a rank end. Joint: documents are placed so that few rows move. Chosen: the fastest "
-    "plan of each micro-batch, as training takes it by default."
+ON_RANKS = (
+    "Plain packing gives every rank equal tokens and cuts documents that a rank cannot hold, as "
+    "TRL does with packing=True. Whole documents balanced: every document lies on one rank. "
+    "transformers has batch_rebalance for it, which balances the cost of padded rows."
 )
-"""Meaning of the names of strategies."""
+IN_GROUPS = {
+    "Ulysses": (
+        "Ulysses: the ranks of a group divide the heads of core attention, as accelerate does with "
+        "DeepSpeed."
+    ),
+    "context parallel": "Context parallel: the ranks of a group divide the rows of each document.",
+}
+PLANNED = (
+    "hf_distca plans which rank computes which core attention. Fixed: documents are packed in "
+    "order and cut where the tokens of a rank end. Joint: documents are placed so that few rows "
+    "move. Chosen: the fastest plan of each micro-batch, as training takes it by default."
+)
+"""Meanings of the names of strategies; those of groups of ranks by the beginning of the name."""
 PADDED_ROWS = (
     "Trainers of preferences and rollouts pad the sequences of a batch. Padded to the longest: "
     "every rank computes its padding too. Packed on each rank: a rank computes its own tokens "
@@ -101,8 +111,7 @@ def simulation_report(figures: Mapping[str, Any]) -> str:
     setting = figures["setting"]
     strategies = figures["strategies"]
     best = figures["best_plain"]
-    gain = f"{figures['speed_up']:.2f}× the speed of {best}"
-    pays = figures["speed_up"] >= NOT_WORTH
+    pays = figures["pays"]
 
     # 1. What to do.
     settings_text = "".join(
@@ -110,17 +119,11 @@ def simulation_report(figures: Mapping[str, Any]) -> str:
         for name, value in figures["settings"].items()
     )
     processes = figures["ranks"] * setting["tensor_parallel"]
-    gain_over_packing = _least_to_most(figures["over_packing"])
-    gain_over_best = _least_to_most(figures["over_best"])
     advice = _section(
         "What to do",
         [
             *figures["advice"],
-            (
-                f"By micro-batch, {gain_over_packing} the speed of {PLAIN} and {gain_over_best} "
-                f"that of {best}; on average {figures['attention_speed_up']:.2f}× for core "
-                "attention alone."
-            ),
+            f"By micro-batch: {_by_micro_batch(figures)}.",
             *([] if pays else ["Settings to try it all the same:"]),
         ],
         _code(
@@ -134,7 +137,7 @@ def simulation_report(figures: Mapping[str, Any]) -> str:
     )
 
     # 2. Seconds of each strategy.
-    compared = [best, figures["best_planned"]]
+    compared = [PLAIN, figures["best_in_transformers"], best, figures["best_planned"]]
     bars = {}
     for strategy in strategies:
         seconds_of_parts = parts_of_step(strategy)
@@ -142,18 +145,22 @@ def simulation_report(figures: Mapping[str, Any]) -> str:
             (seconds, part, STEP_PARTS[part]) for part, seconds in seconds_of_parts.items()
         ]
     rows = [
-        columns_of(strategy) | {"sent, MB": f"{strategy['bytes_bottleneck'] / 1e6:,.1f}"}
+        columns_of(strategy)
+        | {
+            "sent, MB": f"{strategy['bytes_bottleneck'] / 1e6:,.1f}",
+            "runs today": _runs_today(strategy),
+        }
         for strategy in strategies
     ]
     strategies_section = _section(
         "Strategies",
         [
-            NAMES,
+            _meaning_of_names(list(bars)),
             (
                 "The bars and the table have the same seconds: those of the mean rank. Gradient "
                 "synchronisation and the optimizer take equally long under all strategies and are "
-                "left out. The two strategies in bold are compared; bars far longer than theirs "
-                "are broken off."
+                "left out. The strategies in bold are compared; bars far longer than theirs are "
+                "broken off."
             ),
         ],
         _figure(
@@ -218,13 +225,13 @@ def simulation_report(figures: Mapping[str, Any]) -> str:
     }
     return _page(
         "hf-distca simulate",
-        f"{gain}, the best alternative" if pays else f"No gain expected: {gain}",
+        headline(figures),
         "costs of the device were measured; steps, with the plans that training makes, were "
         "simulated.",
         f"{setting['batches']:,} micro-batches of {setting['lengths']}: {figures['documents']:,} "
         f"documents, {figures['tokens']:,} tokens. {figures['ranks']:,} ranks of "
         f"{figures['tokens_per_rank']:,} tokens; {setting['model']}; "
-        f"{figures['profile']}.{in_groups(best)}",
+        f"{figures['profile']}. {meaning_of_sizes(best)}",
         [
             advice,
             _lengths(figures["histogram"]),
@@ -236,24 +243,56 @@ def simulation_report(figures: Mapping[str, Any]) -> str:
     )
 
 
-def _least_to_most(gain: Mapping[str, float]) -> str:
-    """Return the least and the greatest speed-up of a micro-batch, from the fields of `Gain`."""
-    return f"{gain['least']:.2f}× to {gain['most']:.2f}×"
+def headline(figures: Mapping[str, Any]) -> str:
+    """Return the speed over TRL's packing and over the best other strategy."""
+    best = figures["best_plain"]
+    speeds = f"{figures['over_packing']['speed_up']:.2f}× the speed of TRL's packing"
+    if best == PLAIN:
+        speeds += ", the best alternative"
+    else:
+        speeds += f", {figures['over_best']['speed_up']:.2f}× that of {best}, the best alternative"
+    return speeds if figures["pays"] else f"No gain expected: {speeds}"
 
 
-def in_groups(strategy: str) -> str:
-    """Return a sentence that explains the name of a strategy of context parallelism.
-
-    Nothing for other strategies.
-    """
-    sizes = re.search(r"(\d+) × (\d+)", strategy)
-    if sizes is None:
-        return ""
-    groups, ranks = sizes[1], sizes[2]
-    divided = (
-        f"{groups} groups of {ranks} ranks each" if groups != "1" else f"one group of {ranks} ranks"
+def _by_micro_batch(figures: Mapping[str, Any]) -> str:
+    """Return the least and the greatest speed-up of a micro-batch over each strategy compared."""
+    gains = {
+        PLAIN: figures["over_packing"],
+        figures["best_in_transformers"]: figures["over_transformers"],
+        figures["best_plain"]: figures["over_best"],
+    }
+    return ", ".join(
+        f"{gain['least']:.2f}× to {gain['most']:.2f}× the speed of {name}"
+        for name, gain in gains.items()
     )
-    return f" {strategy.capitalize()}: {divided}, which share each document of the group evenly."
+
+
+def _runs_today(strategy: Mapping[str, Any]) -> str:
+    """Return the cell of a strategy; planned strategies need hf_distca."""
+    if strategy["document_layout"] is not None:
+        return ""
+    return "yes" if strategy["in_transformers"] else "no"
+
+
+def _meaning_of_names(names: Sequence[str]) -> str:
+    """Return sentences on the names of the strategies that are shown."""
+    meanings = [ON_RANKS]
+    for beginning, meaning in IN_GROUPS.items():
+        of_groups = [name for name in names if name.startswith(beginning)]
+        if of_groups:
+            meanings.append(f"{meaning} {meaning_of_sizes(of_groups[0])}")
+    return " ".join([*meanings, PLANNED])
+
+
+def meaning_of_sizes(strategy: str) -> str:
+    """Return a sentence on the numbers in a strategy's name; nothing for a name without."""
+    if " × " not in strategy:
+        return ""
+    groups, ranks = strategy.rpartition(", ")[2].split(" × ")
+    divided = (
+        f"{groups} groups of {ranks} ranks" if groups != "1" else f"one group of {ranks} ranks"
+    )
+    return f"{strategy[0].upper()}{strategy[1:]}: {divided} share their documents."
 
 
 def plan_report(figures: Mapping[str, Any], memory: Mapping[str, Sequence[str]]) -> str:

@@ -48,6 +48,7 @@ class StrategyFigures:
 
     name: str
     document_layout: str | None  # None if nothing is planned
+    in_transformers: bool  # whether transformers, accelerate or TRL run it on packed documents
     servers: int
     gpus: int
     step_seconds: float
@@ -119,6 +120,26 @@ def columns_of(figures: Mapping[str, Any]) -> dict[str, str]:
 
 
 @dataclass(frozen=True)
+class Compared:
+    """Strategies that are compared with the best planned one."""
+
+    packing: StrategyFigures  # plain packing
+    in_transformers: StrategyFigures  # the best that transformers, accelerate or TRL run
+    best: StrategyFigures  # the best without plans
+    planned: StrategyFigures
+
+    def gain_over(self, other: StrategyFigures) -> float:
+        """Return the speed-up of the planned strategy over another one."""
+        return other.step_seconds / self.planned.step_seconds
+
+    @property
+    def pays(self) -> bool:
+        """Whether plans are worth it over one of the other strategies."""
+        others = (self.packing, self.in_transformers, self.best)
+        return max(map(self.gain_over, others)) >= NOT_WORTH
+
+
+@dataclass(frozen=True)
 class Gain:
     """Speed-up of the best planned strategy over another strategy."""
 
@@ -138,15 +159,17 @@ class Simulation:
     histogram: list[dict[str, float]]
     strategies: tuple[StrategyFigures, ...]
     best_plain: str  # the fastest strategy without plans, of those that cut the fewest documents
+    best_in_transformers: str  # the same of the strategies that transformers, accelerate or TRL run
     # What plans by default; or the fastest planned one on as many GPUs, if at least 2 % faster.
     best_planned: str
     # By strategy: [ranks] seconds of core attention in the first micro-batch, for plain packing and
     # the best two.
     load: dict[str, tuple[float, ...]]
-    over_packing: Gain  # of `best_planned` over plain packing
-    over_best: Gain  # of `best_planned` over `best_plain`
-    speed_up: float
-    attention_speed_up: float  # core attention of `best_plain` over that of `best_planned`
+    # Of `best_planned` over plain packing, over `best_in_transformers` and over `best_plain`.
+    over_packing: Gain
+    over_transformers: Gain
+    over_best: Gain
+    pays: bool  # whether plans are worth it over one of these
     advice: tuple[str, ...]
 
 
@@ -197,8 +220,8 @@ def simulate(
         )
 
     # 3. The strategies that are compared.
-    plain = _best_plain(figures.values())
-    planned = _best_planned(figures)
+    compared = _compared(figures)
+    plain, planned = compared.best, compared.planned
 
     def gain_over(name: str) -> Gain:
         other_seconds = seconds[name]
@@ -208,7 +231,7 @@ def simulate(
         return Gain(speed_up, float(ratios.min()), float(ratios.max()))
 
     # 4. The result.
-    sentences = list(advice(tuple(figures.values()), plain, planned, setup.tokens_per_rank))
+    sentences = list(advice(compared, setup.tokens_per_rank))
     if drawn_for_ranks:
         sentences.append(DRAWN_FOR_RANKS)
     if too_long:
@@ -221,14 +244,15 @@ def simulate(
         histogram=histogram(lengths),
         strategies=tuple(figures.values()),
         best_plain=plain.name,
+        best_in_transformers=compared.in_transformers.name,
         best_planned=planned.name,
         load={
             name: tuple(load[name].round(6).tolist()) for name in (PLAIN, plain.name, planned.name)
         },
         over_packing=gain_over(PLAIN),
+        over_transformers=gain_over(compared.in_transformers.name),
         over_best=gain_over(plain.name),
-        speed_up=plain.step_seconds / planned.step_seconds,
-        attention_speed_up=plain.attention_seconds / planned.attention_seconds,
+        pays=compared.pays,
         advice=tuple(sentences),
     )
 
@@ -289,6 +313,7 @@ def _strategy_figures(
     return StrategyFigures(
         name=strategy.name,
         document_layout=strategy.document_layout,
+        in_transformers=strategy.in_transformers,
         servers=strategy.servers,
         gpus=gpus,
         step_seconds=float(seconds.mean()),
@@ -313,13 +338,26 @@ def _strategy_figures(
     )
 
 
-def _best_plain(strategies: Iterable[StrategyFigures]) -> StrategyFigures:
-    """Return the fastest strategy without plans of those that cut the fewest documents.
+def _compared(strategies: Mapping[str, StrategyFigures]) -> Compared:
+    """Return the strategies that are compared.
 
-    Strategies that cut more documents train on other data.
+    Of strategies without plans the fastest counts that cuts the fewest documents: strategies that
+    cut more train on other data.
+
+    Args:
+        strategies: figures by the name of the strategy.
     """
-    without_plans = [figures for figures in strategies if figures.document_layout is None]
-    return min(without_plans, key=lambda figures: (figures.documents_cut, figures.step_seconds))
+
+    def best_of(figures: Iterable[StrategyFigures]) -> StrategyFigures:
+        return min(figures, key=lambda figures: (figures.documents_cut, figures.step_seconds))
+
+    without_plans = [each for each in strategies.values() if each.document_layout is None]
+    return Compared(
+        packing=strategies[PLAIN],
+        in_transformers=best_of(each for each in without_plans if each.in_transformers),
+        best=best_of(without_plans),
+        planned=_best_planned(strategies),
+    )
 
 
 def _best_planned(strategies: Mapping[str, StrategyFigures]) -> StrategyFigures:
@@ -369,31 +407,17 @@ def _as_drawn(
     return [fitting(lengths, setup.ranks, setup.tokens_per_rank) for lengths in full], True
 
 
-def advice(
-    strategies: Sequence[StrategyFigures],
-    plain: StrategyFigures,
-    planned: StrategyFigures,
-    tokens_per_rank: int,
-) -> Iterator[str]:
-    """Yield sentences of advice from the figures of all strategies.
-
-    Args:
-        plain, planned: the two strategies that are compared.
-    """
-    # 1. What plans gain.
-    gain = plain.step_seconds / planned.step_seconds
-    speed = f"{gain:.2f}× the speed of {plain.name}, the best other strategy."
-    if gain < NOT_WORTH:
-        share = planned.attention_mean_seconds / planned.step_seconds
+def advice(compared: Compared, tokens_per_rank: int) -> Iterator[str]:
+    """Yield sentences of advice from the figures of the strategies that are compared."""
+    # 1. What plans gain, and what other strategies cut.
+    yield from _gains(compared, tokens_per_rank)
+    best = compared.best
+    planned = compared.planned
+    if best.documents_cut > planned.documents_cut:
         yield (
-            f"No gain expected: {speed} Core attention is {share:.0%} of a step. Longer documents "
-            "beside short ones would gain more."
+            f"Every other strategy cuts documents: {best.name} cuts {best.documents_cut:.1%} of "
+            "them."
         )
-    else:
-        layout = ""
-        if planned.document_layout != "auto":
-            layout = f"document_layout={planned.document_layout!r}, "
-        yield f"{speed} Set {layout}tokens_per_rank={tokens_per_rank}."
     # 2. What exchanges cost.
     waits = planned.exchange_seconds / planned.step_seconds
     if waits > MOST_WAITS:
@@ -403,19 +427,44 @@ def advice(
         )
         if planned.document_layout != "auto":
             yield "A larger balance_tolerance moves fewer rows."
-    # 3. What other strategies cut.
-    if plain.documents_cut > planned.documents_cut:
+
+
+def _gains(compared: Compared, tokens_per_rank: int) -> Iterator[str]:
+    """Yield sentences on the speed over the best other strategy, and over what transformers run."""
+    best = compared.best
+    planned = compared.planned
+    over_best = compared.gain_over(best)
+    over_packing = compared.gain_over(compared.packing)
+    by_packing = f"{over_packing:.2f}× the speed of {PLAIN}, TRL's packing=True"
+    by_best = f"{over_best:.2f}× the speed of {best.name}, the best other strategy"
+    if best == compared.packing:
+        by_best = f"{by_packing}, the best other strategy"
+
+    # 1. The gain, and what to set for it.
+    layout = ""
+    if planned.document_layout != "auto":
+        layout = f"document_layout={planned.document_layout!r}, "
+    if not compared.pays:
+        share = planned.attention_mean_seconds / planned.step_seconds
         yield (
-            f"Every other strategy cuts documents: {plain.name} cuts "
-            f"{plain.documents_cut:.1%} of them. A document that is cut trains on less "
-            "context."
+            f"No gain expected: {by_best}. Core attention is {share:.0%} of a step. Longer "
+            "documents beside short ones would gain more."
         )
-    without_plans = [figures for figures in strategies if figures.document_layout is None]
-    fastest = min(without_plans, key=lambda figures: figures.step_seconds)
-    cuts_more = fastest.documents_cut > plain.documents_cut
-    if cuts_more and fastest.step_seconds < plain.step_seconds:
+    else:
+        yield f"{by_best}. Set {layout}tokens_per_rank={tokens_per_rank}."
+    # 2. The gain over what transformers run.
+    today = compared.in_transformers
+    if today not in (best, compared.packing):
         yield (
-            f"{fastest.name} takes {fastest.step_seconds:.3f} s a step, but it cuts "
-            f"{fastest.documents_cut:.1%} of the documents. The comparison leaves it out, because "
-            "a document that is cut trains on less context."
+            f"{compared.gain_over(today):.2f}× the speed of {today.name}, the best of those that "
+            "transformers, accelerate or TRL run."
         )
+    if best != compared.packing:
+        cut = compared.packing.documents_cut
+        loss = ""
+        if cut > planned.documents_cut:
+            loss = (
+                f" It cuts {cut:.1%} of the documents, and a document that is cut trains on less "
+                "context."
+            )
+        yield f"{by_packing}.{loss}"

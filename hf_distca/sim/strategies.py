@@ -4,24 +4,23 @@ All compute the same tokens on the same ranks. Strategies that leave documents i
 as their slowest rank. Planned strategies walk the schedule that training runs.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
 
 from hf_distca.plan import MicroBatchPlan
-from hf_distca.plan.cost import RowBytes, Workers, pairs
-from hf_distca.plan.nodes import node_sizes
+from hf_distca.plan.cost import Workers
 from hf_distca.planner.bin_packing import Bins, largest_first
 from hf_distca.planner.micro_batch import plan_micro_batch
 from hf_distca.planner.servers import plan_with_servers
 from hf_distca.planner.settings import Choices, PlanSettings
 from hf_distca.predict.counts import count_nano_batches
 from hf_distca.predict.mixing import count_cuts
-from hf_distca.predict.seconds import DIAGONAL_ROWS, FloatArray, Tasks
 from hf_distca.predict.setup import Setup
 from hf_distca.predict.walk import Walked, document_seconds, predict_step
+from hf_distca.sim.groups import ONE_RANK, Documents, Group
 from hf_distca.sim.lengths import IntArray
 
 
@@ -47,12 +46,16 @@ class Strategy:
 
     name: str
     step: Callable[[IntArray], tuple[StepTime, MicroBatchPlan | None]]
-    context: int = 1  # ranks that share each document
+    group: Group = ONE_RANK
     document_layout: str | None = None  # None if nothing is planned
     servers: int = 0
+    # Whether transformers, accelerate or TRL run it on packed documents.
+    in_transformers: bool = False
 
 
 PLAIN = "plain packing"
+"""What TRL does with packing=True."""
+WHOLE = "whole documents balanced"
 CHOSEN = "hf_distca, chosen"
 """Strategy that takes the fastest plan for each micro-batch, as training does by default."""
 
@@ -62,21 +65,11 @@ def all_strategies(setup: Setup, settings: PlanSettings, servers: int) -> tuple[
 
     Each planned strategy sets its own layout. One uses the servers, if there are any.
     """
-
-    def context_parallel_step(context: int) -> Callable[[IntArray], tuple[StepTime, None]]:
-        return lambda lengths: (data_and_context_parallel(lengths, setup, context), None)
-
-    # 1. Strategies without plans: packing, and groups of 1, 2, 4, … ranks that share documents.
-    strategies = [Strategy(PLAIN, lambda lengths: (plain(lengths, setup), None))]
-    context = 1
-    while setup.ranks % context == 0:
-        name = (
-            f"context parallel, {setup.ranks // context} × {context}"
-            if context > 1
-            else "whole documents balanced"
-        )
-        strategies.append(Strategy(name, context_parallel_step(context), context))
-        context *= 2
+    # 1. Strategies without plans.
+    strategies = [
+        Strategy(PLAIN, lambda lengths: (plain(lengths, setup), None), in_transformers=True),
+        *_of_whole_documents(setup),
+    ]
 
     def add_planned(name: str, layout: str, plan_settings: PlanSettings, servers: int = 0) -> None:
         step = partial(planned, setup=setup, settings=plan_settings, servers=servers)
@@ -93,6 +86,38 @@ def all_strategies(setup: Setup, settings: PlanSettings, servers: int) -> tuple[
         name = f"hf_distca, {layout}, {servers} servers"
         add_planned(name, layout, replace(settings, document_layout=layout), servers)
     return tuple(strategies)
+
+
+def _of_whole_documents(setup: Setup) -> Iterator[Strategy]:
+    """Yield strategies without plans that keep documents whole.
+
+    Documents are balanced over groups of 1, 2, 4, … ranks. The trainers of transformers balance
+    whole documents (batch_rebalance), and divide heads by DeepSpeed's Ulysses. Neither knows tensor
+    parallelism, and heads of layers that mix rows in order cannot be divided.
+    """
+
+    def strategy(name: str, group: Group, *, in_transformers: bool) -> Strategy:
+        def step(lengths: IntArray) -> tuple[StepTime, None]:
+            return whole_documents(lengths, setup, group), None
+
+        return Strategy(name, step, group, in_transformers=in_transformers)
+
+    alone = setup.tensor_parallel == 1
+    yield strategy(WHOLE, ONE_RANK, in_transformers=alone)
+    sizes = []
+    size = 2
+    while setup.ranks % size == 0:
+        sizes.append(size)
+        size *= 2
+    kinds = tuple(map(setup.on_a_gpu, setup.model.layers))
+    for size in sizes:
+        group = Group(size, "heads")
+        if setup.model.mixing is None and all(map(group.can_share, kinds)):
+            name = f"Ulysses, {setup.ranks // size} × {size}"
+            yield strategy(name, group, in_transformers=alone)
+    for size in sizes:
+        name = f"context parallel, {setup.ranks // size} × {size}"
+        yield strategy(name, Group(size), in_transformers=False)
 
 
 def plain(lengths: IntArray, setup: Setup) -> StepTime:
@@ -132,26 +157,23 @@ def _by_bin(
     return lengths_of_bin
 
 
-def data_and_context_parallel(lengths: IntArray, setup: Setup, context: int) -> StepTime:
-    """Predict a step of whole documents balanced over groups of ranks.
+def whole_documents(lengths: IntArray, setup: Setup, group: Group = ONE_RANK) -> StepTime:
+    """Predict a step of whole documents balanced over groups of ranks by their seconds.
 
-    Documents are divided evenly inside their group: each is cut into 2 · context equal parts. The
-    first rank of a group gets the first and the last part, and so on. So ranks of a group compute
-    alike, as in WLB-LLM and the paper's baseline. Each rank gathers K and V of its group in every
-    layer.
+    With rows divided it is the baseline of WLB-LLM and of the paper.
     """
-    most_tokens = setup.tokens_per_rank * context
+    most_tokens = setup.tokens_per_rank * group.ranks
     piece_lengths, cut_documents = _cut(lengths, most_tokens)
     pieces = np.array(piece_lengths, np.int64)
     costs = document_seconds(pieces, setup.costs)
     order = largest_first(costs)
-    count = setup.ranks // context
+    count = setup.ranks // group.ranks
     groups = Bins([most_tokens] * count)
     group_of_piece = groups.pack(
         pieces, costs, order, groups.least_work, when_full=groups.most_room
     )
-    lengths_of_group = _by_bin(pieces, order, group_of_piece, count)
-    return on_ranks(lengths_of_group, setup, context, cut_documents)
+    documents = _by_bin(pieces, order, group_of_piece, count)
+    return on_ranks(documents, setup, group, cut_documents)
 
 
 def planned(
@@ -217,74 +239,43 @@ def _cut(lengths: IntArray, piece_tokens: int) -> tuple[list[int], int]:
     return pieces, int((lengths > piece_tokens).sum())
 
 
-def on_ranks(
-    groups: Sequence[Sequence[int]], setup: Setup, context: int = 1, cut: int = 0
-) -> StepTime:
+def on_ranks(documents: Documents, setup: Setup, group: Group = ONE_RANK, cut: int = 0) -> StepTime:
     """Predict a step of documents that already lie on ranks, or on groups of ranks.
 
     Args:
-        groups: lengths of each rank's documents, or of those that each group of `context` ranks
-            shares evenly.
+        documents: lengths of each rank's documents, or of those that each group shares evenly.
         cut: number of documents that were cut.
     """
     costs = setup.costs
     # 1. What each rank of a group computes: its share of the group's documents.
-    tokens = np.array([sum(documents) for documents in groups], float) / context
-    attention = np.zeros(len(groups))
+    tokens = np.array([sum(lengths) for lengths in documents], float) / group.ranks
+    attention = np.zeros(len(documents))
     for kind_costs in costs.kinds:
-        tasks = _tasks_of_groups(groups, context, kind_costs.kind.window)
-        kernel_s = kind_costs.forward.seconds(tasks) + kind_costs.backward.seconds(tasks)
-        attention += kind_costs.layers * kernel_s
+        attention += group.attention_seconds(documents, kind_costs)
     other = costs.token * tokens
     mixing_token = 0.0
     if costs.mixing is not None:
         mixing_token = costs.mixing.layers * costs.mixing.token * (1 + costs.backward_factor)
 
-    # 2. K and V that it gathers from its group.
-    gathered = np.zeros(len(groups))
+    # 2. What it exchanges with its group.
+    exchanged = np.zeros(len(documents))
     bytes_bottleneck = 0.0
-    if context > 1:
-        fits_in_node = context <= max(node_sizes(setup.ranks, setup.ranks_per_node))
-        link = setup.profile.links.within if fits_in_node else setup.profile.links.between
+    if group.ranks > 1:
         for kind_costs in costs.kinds:
-            row_bytes = RowBytes.of_kind(kind_costs.kind, setup.profile.bytes_per_value)
-            received = tokens * (context - 1) * row_bytes.kv
-            # K and V are gathered in the forward and in the backward, and dK and dV are reduced.
-            gathered += 3 * kind_costs.layers * link.seconds(received)
+            kind = kind_costs.kind
+            received = tokens * group.received_values(kind) * setup.profile.bytes_per_value
+            exchanged += kind_costs.layers * group.exchange_seconds(received, kind, setup)
             bytes_bottleneck = max(bytes_bottleneck, float(received.max()))
 
     # 3. The slowest group, and the figures of every rank.
     return StepTime(
-        seconds=float((attention + other + gathered).max()),
-        attention=np.repeat(attention, context),
-        other=np.repeat(other, context),
-        waited=np.repeat(gathered, context),
-        mixing=np.repeat(mixing_token * tokens, context),
+        seconds=float((attention + other + exchanged).max()),
+        attention=np.repeat(attention, group.ranks),
+        other=np.repeat(other, group.ranks),
+        waited=np.repeat(exchanged, group.ranks),
+        mixing=np.repeat(mixing_token * tokens, group.ranks),
         bytes_bottleneck=int(bytes_bottleneck),
         tokens_most=int(np.ceil(tokens.max())),
         documents_cut=cut,
         mixing_runs=int(costs.mixing is not None),
-    )
-
-
-def _tasks_of_groups(groups: Sequence[Sequence[int]], context: int, window: int | None) -> Tasks:
-    """Return [groups] the tasks of a rank of each group, whose documents its ranks share evenly.
-
-    Args:
-        groups, context: as in `on_ranks`.
-    """
-    parts = 2 * context if context > 1 else 1
-
-    def share(amount: Callable[[int], float]) -> FloatArray:
-        """Return [groups] a rank's share of an amount, which is given for a document's length."""
-        return np.array([sum(map(amount, documents)) for documents in groups]) / context
-
-    return Tasks(
-        share(float),
-        # Each of a document's equal parts reads the K/V rows up to its own end.
-        share(lambda length: length * (min(parts, length) + 1) / 2),
-        share(lambda length: float(pairs(0, length, window))),
-        np.ones(len(groups)),
-        share(lambda length: length * min(length / parts, DIAGONAL_ROWS)),
-        share(lambda length: min(parts, length)),
     )

@@ -548,7 +548,7 @@ def test_buffers_are_those_that_ranks_take(rank_pools, ranks, ranks_per_node, le
 SHAPE = ModelShape.llama(2, 64, 160, 4, 2, 100, head_dim=16)
 SETTINGS = PlanSettings(2, 1024, kinds=tuple(SHAPE.layers))
 SETUP = Setup(SHAPE, DeviceProfile.load("h100"), 2, 1024)
-PLAIN, WHOLE, CONTEXT, FIXED, JOINT, CHOSEN, SERVERS = all_strategies(SETUP, SETTINGS, 1)
+PLAIN, WHOLE, ULYSSES, CONTEXT, FIXED, JOINT, CHOSEN, SERVERS = all_strategies(SETUP, SETTINGS, 1)
 
 
 def memory_of(of_plans=SETTINGS, **changes):
@@ -565,6 +565,9 @@ def test_rows_take_memory_along_a_line():
     assert memory_of(checkpointing=False)(PLAIN, 1536, None)[0] > 1.5 * rows
     gathered = 2 * 1536 * 2 * (16 + 16) * 2  # K and V of the other rank, and their gradients
     assert memory(CONTEXT, 1536, None) == (rows + gathered, state)
+    # Half of Q, K, V and O of four heads and two key-value heads, and their gradients.
+    exchanged = 2 * 1536 * (4 + 2) * (16 + 16) // 2 * 2
+    assert memory(ULYSSES, 1536, None) == (rows + exchanged, state)
     assert memory(SERVERS, 1536, None) == (None, state)
     # The state is divided over both ranks. Without autocast numbers have four bytes.
     model = model_of_config(config_of_shape(SHAPE), torch.float32)

@@ -109,19 +109,52 @@ def test_bars_and_table_of_strategies_have_the_seconds_of_the_same_rank_and_name
         assert float(figures["step, s"]) == pytest.approx(whole, abs=2.1e-3)
         assert drawn[name] == pytest.approx(whole) or section.count('class="break"')
 
-    for term in ("Context parallel, 8 × 4: ", "Fixed: ", "Joint: ", "Chosen: "):
+    for term in ("Ulysses, 8 × 2: ", "Context parallel, 8 × 2: ", "Fixed: ", "Joint: ", "Chosen: "):
         assert section.count(term) == 1
         assert section.index(term) < section.index("<svg")
     for term in ("MFU, model FLOPs utilization: ", "imbalance: core attention of the busiest rank"):
         assert section.count(term) == 1
+    runs = {name: figures["runs today"] for name, figures in table.items()}
+    assert runs["plain packing"] == runs["Ulysses, 1 × 16"] == "yes"
+    assert runs["context parallel, 1 × 16"] == "no"
+    assert runs["hf_distca, chosen"] == ""
+
+    # Sizes that the text explains are those of strategies that are shown.
+    explained = re.findall(r"(\w[\w ]+, \d+ × \d+): .*? ranks share their documents", simulation)
+    assert len(explained) >= 2
+    assert {name.lower() for name in explained} <= {name.lower() for name in table}
     # The title names a strategy of groups, and the sentence below explains its sizes.
     assert (
-        report.in_groups("context parallel, 2 × 8")
-        == " Context parallel, 2 × 8: 2 groups of 8 ranks each, which share each document of the"
-        " group evenly."
+        report.meaning_of_sizes("context parallel, 2 × 8")
+        == "Context parallel, 2 × 8: 2 groups of 8 ranks share their documents."
+    )
+    assert report.meaning_of_sizes("Ulysses, 1 × 4").endswith(
+        ": one group of 4 ranks share their documents."
     )
     header = re.search("<header>.*?</header>", simulation, re.S)[0]
-    assert ("context parallel" in header) == ("Context parallel, " in header)
+    assert header.count(" × ") in (0, 2)
+
+
+@pytest.mark.parametrize(
+    ("best", "over_packing", "pays", "title"),
+    [
+        (
+            "Ulysses, 1 × 8", 1.354, True,
+            "1.35× the speed of TRL's packing, 1.01× that of Ulysses, 1 × 8, the best alternative",
+        ),
+        (
+            "Ulysses, 1 × 8", 1.0, False,
+            "No gain expected: 1.00× the speed of TRL's packing, 1.01× that of Ulysses, 1 × 8, the "
+            "best alternative",
+        ),
+        ("plain packing", 1.1, True, "1.10× the speed of TRL's packing, the best alternative"),
+    ],
+)  # fmt: skip
+def test_the_title_has_the_speed_over_packing_and_over_the_best_other_strategy(
+    best, over_packing, pays, title
+):
+    gains = {"over_packing": {"speed_up": over_packing}, "over_best": {"speed_up": 1.006}}
+    assert report.headline({"best_plain": best, "pays": pays, **gains}) == title
 
 
 def test_what_was_counted_is_what_the_report_says(reports):

@@ -12,9 +12,10 @@ from hf_distca.planner.settings import PlanSettings
 from hf_distca.predict.profile import DeviceProfile
 from hf_distca.predict.seconds import KernelCost, LinkCost, Links
 from hf_distca.predict.setup import Setup
-from hf_distca.predict.shapes import ModelShape
-from hf_distca.sim.simulate import DRAWN_FOR_RANKS, StrategyFigures, advice, simulate
-from hf_distca.sim.strategies import data_and_context_parallel, plain, planned
+from hf_distca.predict.shapes import MixingShape, ModelShape
+from hf_distca.sim.groups import Group
+from hf_distca.sim.simulate import DRAWN_FOR_RANKS, Compared, StrategyFigures, advice, simulate
+from hf_distca.sim.strategies import all_strategies, plain, planned, whole_documents
 
 KIND = AttentionKind(None, 2, 1, 4, 4)
 MODEL = ModelShape(
@@ -38,7 +39,7 @@ def test_steps_without_plans():
     assert (step.tokens_most, step.documents_cut) == (6, 0)
     step = plain(np.array([10]), SETUP)
     assert (step.seconds, step.documents_cut) == (PER_PAIR * 36, 1)  # 8 rows of ten
-    step = data_and_context_parallel(np.array([6, 4, 4, 2]), SETUP, 1)
+    step = whole_documents(np.array([6, 4, 4, 2]), SETUP)
     assert (step.seconds, step.tokens_most) == (PER_PAIR * (21 + 3), 8)  # 6 and 2, 4 and 4
 
 
@@ -48,19 +49,19 @@ def test_context_parallelism_shares_every_document_and_gathers_keys():
         profile=replace(PROFILE, links=Links(LinkCost(0, 1.0), FREE.between)),
         ranks_per_node=2,
     )
-    step = data_and_context_parallel(np.array([8]), setup, 2)
+    step = whole_documents(np.array([8]), setup, Group(2))
     row_bytes = 4 * (4 + 4)
     assert step.attention.tolist() == [PER_PAIR * 36 / 2] * 2
     assert step.waited.max() == 3 * 3 * 4 * row_bytes
     assert step.bytes_bottleneck == 4 * row_bytes
-    of_two_groups = data_and_context_parallel(np.array([8, 2]), replace(setup, ranks=4), 2)
+    of_two_groups = whole_documents(np.array([8, 2]), replace(setup, ranks=4), Group(2))
     assert of_two_groups.attention.tolist() == [PER_PAIR * pairs / 2 for pairs in (36, 36, 3, 3)]
     # Of 16 rows four parts read 4, 8, 12 and 16 keys.
     keys = replace(PROFILE, forward=KernelCost(0, 0, 1.0, 0), backward=KernelCost(0, 0, 0, 0))
     setup = replace(SETUP, profile=keys, tokens_per_rank=16)
     assert plain(np.array([16, 8]), setup).seconds == 3 * 16
     assert (
-        data_and_context_parallel(np.array([16]), setup, 2).attention.max()
+        whole_documents(np.array([16]), setup, Group(2)).attention.max()
         == 3 * (4 + 8 + 12 + 16) / 2
     )
     # On the causal diagonal a row has its task's rows, at most 512.
@@ -69,7 +70,7 @@ def test_context_parallelism_shares_every_document_and_gathers_keys():
     )
     setup = replace(SETUP, profile=diagonal, tokens_per_rank=600)
     assert plain(np.array([600, 8]), setup).seconds == 3 * 600 * 512
-    assert data_and_context_parallel(np.array([16]), setup, 2).attention.max() == 3 * 16 * 4 / 2
+    assert whole_documents(np.array([16]), setup, Group(2)).attention.max() == 3 * 16 * 4 / 2
     # A whole document is one task. A document shared by two ranks is four, or as many as it has
     # rows.
     of_tasks = replace(
@@ -78,9 +79,81 @@ def test_context_parallelism_shares_every_document_and_gathers_keys():
     setup = replace(SETUP, profile=of_tasks, tokens_per_rank=32)
     assert plain(np.array([16, 8, 8, 32]), setup).attention.tolist() == [3, 3 * 3]
     assert (
-        data_and_context_parallel(np.array([16, 8, 3]), setup, 2).attention.tolist()
+        whole_documents(np.array([16, 8, 3]), setup, Group(2)).attention.tolist()
         == [3 * (4 + 4 + 3) / 2] * 2
     )
+
+
+def test_ulysses_divides_heads_and_exchanges_them():
+    setup = replace(
+        SETUP, ranks=4, profile=replace(PROFILE, links=Links(LinkCost(0, 1.0), FREE.between)),
+        ranks_per_node=2,
+    )  # fmt: skip
+    heads = Group(2, "heads")
+    step = whole_documents(np.array([8, 2]), setup, heads)
+    assert step.attention.tolist() == [PER_PAIR * pairs / 2 for pairs in (36, 36, 3, 3)]
+    # Half of Q and O of two heads; K and V of the one head, which both ranks need.
+    row_bytes = 4 * (2 + 2) * (4 + 4) / 2
+    assert step.bytes_bottleneck == 4 * row_bytes
+    # The output, a quarter of these bytes, is not exchanged again.
+    assert step.waited.tolist() == [3 * 2.75 * rows * row_bytes for rows in (4, 4, 1, 1)]
+    kept = whole_documents(np.array([8, 2]), replace(setup, checkpointing=False), heads)
+    assert kept.waited.max() == 3 * 2 * 4 * row_bytes
+    # A document stays one task, of half of the heads.
+    of_tasks = replace(
+        PROFILE, forward=KernelCost(0, 0, 0, 0, task=1.0), backward=KernelCost(0, 0, 0, 0)
+    )
+    setup = replace(SETUP, profile=of_tasks, tokens_per_rank=32)
+    assert whole_documents(np.array([16, 8, 3]), setup, heads).attention.tolist() == [3 * 3 / 2] * 2
+
+
+@pytest.mark.parametrize(
+    ("group", "within", "between"),
+    [
+        (Group(2), 60, 0),  # in one node
+        (Group(4), 40, 20),  # one of two rows of the other node comes from there
+        (Group(4, "heads"), 20, 40),  # from each of the three other ranks
+    ],
+    ids=["context parallel in a node", "context parallel", "Ulysses"],
+)
+def test_a_row_of_keys_crosses_to_a_node_once(group, within, between):
+    kind = replace(KIND, q_heads=4)
+
+    def seconds(**links):
+        profile = replace(PROFILE, links=replace(FREE, **links))
+        setup = replace(SETUP, ranks=4, ranks_per_node=2, profile=profile, checkpointing=False)
+        return group.exchange_seconds(np.array([60.0]), kind, setup).item()
+
+    times = 2 if group.divides == "heads" else 3
+    assert seconds(within=LinkCost(0, 1.0)) == pytest.approx(times * within)
+    assert seconds(between=LinkCost(0, 1.0)) == pytest.approx(times * between)
+    both = seconds(within=LinkCost(0, 1.0), between=LinkCost(0, 1.0))
+    assert both == pytest.approx(times * max(within, between))
+
+
+def test_strategies_that_transformers_run():
+    def strategies(**changes):
+        setup = replace(SETUP, ranks=8, **changes)
+        settings = replace(SETTINGS, ranks=8, kinds=tuple(map(setup.on_a_gpu, setup.model.layers)))
+        names = {each.name: each.in_transformers for each in all_strategies(setup, settings, 0)}
+        return [name for name, runs in names.items() if runs], list(names)
+
+    kind = replace(KIND, q_heads=12, kv_heads=4)
+    runs, names = strategies(model=replace(MODEL, layers={kind: 3}))
+    # 12 heads cannot be divided over 8 ranks.
+    assert runs == ["plain packing", "whole documents balanced", "Ulysses, 4 × 2", "Ulysses, 2 × 4"]
+    assert names[4:7] == [f"context parallel, {sizes}" for sizes in ("4 × 2", "2 × 4", "1 × 8")]
+    # A head of K and V on two ranks, but not four heads over six ranks; KIND has one for all.
+    assert Group(8, "heads").can_share(replace(kind, q_heads=8))
+    assert not Group(6, "heads").can_share(kind)
+    # Not beside tensor parallelism, and no layers that mix rows in order.
+    runs, names = strategies(tensor_parallel=2, model=replace(MODEL, layers={kind: 3}))
+    assert runs == ["plain packing"]
+    assert "Ulysses, 4 × 2" in names
+    mixing = MixingShape(1, 1, 1, 1, 1)
+    assert not [
+        name for name in strategies(model=replace(MODEL, mixing=mixing))[1] if "Uly" in name
+    ]
 
 
 @pytest.mark.parametrize("layout", ["joint", "fixed"])
@@ -156,6 +229,7 @@ def test_gpus_of_servers_and_tensor_parallelism():
     strategies = {figures.name: figures for figures in simulation.strategies}
     without_servers = [figures for figures in simulation.strategies if not figures.servers]
     assert {figures.gpus for figures in without_servers} == {2 * 2}
+    assert simulation.best_in_transformers == "plain packing"  # nothing else, beside such GPUs
     assert strategies["hf_distca, joint, 1 servers"].gpus == (2 + 1) * 2
 
 
@@ -167,7 +241,7 @@ def test_memory_is_asked_for_the_plan_whose_busiest_rank_exchanges_the_most():
             rows,
             plan and [nano.layout.lengths.tolist() for nano in plan.nano_batches],
         )
-        return 7, None if strategy.context > 1 else 5
+        return 7, None if strategy.group.ranks > 1 else 5
 
     _, by_name = figures_of([[2, 2], [16], [4, 4, 4, 4]], memory=memory)
     assert {name: requests[name] for name in requests if name.startswith("hf_distca")} == {
@@ -183,6 +257,7 @@ def test_gains_and_loads():
     best = by_name[simulation.best_planned]
     for name, gain in (
         ("plain packing", simulation.over_packing),
+        (simulation.best_in_transformers, simulation.over_transformers),
         (simulation.best_plain, simulation.over_best),
     ):
         assert gain.speed_up == pytest.approx(by_name[name].step_seconds / best.step_seconds)
@@ -192,7 +267,6 @@ def test_gains_and_loads():
     assert [simulation.over_packing.least, simulation.over_packing.most] == pytest.approx(
         sorted(alone)
     )
-    assert simulation.speed_up == pytest.approx(simulation.over_best.speed_up)
     assert list(simulation.load) == [
         "plain packing",
         simulation.best_plain,
@@ -203,10 +277,10 @@ def test_gains_and_loads():
     assert sum(length_bin["documents"] for length_bin in bins) == simulation.documents == 6
     assert sum(length_bin["tokens"] for length_bin in bins) == simulation.tokens == 32
     # The best strategy without plans cuts the fewest documents.
-    whole, shared = by_name["whole documents balanced"], by_name["context parallel, 1 × 2"]
+    whole, shared = by_name["whole documents balanced"], by_name["Ulysses, 1 × 2"]
     assert (whole.documents_cut, shared.documents_cut) == (1 / 6, 0)  # of all documents
     assert whole.step_seconds < shared.step_seconds
-    assert simulation.best_plain == shared.name
+    assert simulation.best_plain == simulation.best_in_transformers == shared.name
 
 
 def strategy(name: str, **figures) -> StrategyFigures:
@@ -214,6 +288,8 @@ def strategy(name: str, **figures) -> StrategyFigures:
     return StrategyFigures(**nothing | {"name": name, "document_layout": None} | figures)
 
 
+PACKING = strategy("plain packing", step_seconds=1.5, documents_cut=0.3, in_transformers=True)
+ULYSSES = strategy("Ulysses", step_seconds=2.2, in_transformers=True)
 WHOLE = strategy("whole", step_seconds=2.0, attention_seconds=1.2)
 JOINT = strategy(
     "joint",
@@ -222,60 +298,76 @@ JOINT = strategy(
     document_layout="joint",
     exchange_seconds=0.05,
 )
+COMPARED = Compared(PACKING, ULYSSES, WHOLE, JOINT)
+OVER_PACKING = (
+    "{}× the speed of plain packing, TRL's packing=True. It cuts 30.0% of the documents, and a "
+    "document that is cut trains on less context."
+)
+SET = "Set document_layout='joint', tokens_per_rank=512."
 
 
-PAYS = (
-    "{}× the speed of whole, the best other strategy. "
-    "Set document_layout='joint', tokens_per_rank=512."
-)
-DOES_NOT_PAY = (
-    "No gain expected: {}× the speed of whole, the best other strategy. Core attention is 30% of a "
-    "step. Longer documents beside short ones would gain more."
-)
+def test_advice_names_the_best_other_strategy_the_best_that_transformers_run_and_packing():
+    assert list(advice(COMPARED, 512)) == [
+        f"2.00× the speed of whole, the best other strategy. {SET}",
+        "2.20× the speed of Ulysses, the best of those that transformers, accelerate or TRL run.",
+        OVER_PACKING.format("1.50"),
+    ]
+    # One strategy may be all of them, or two.
+    runs = replace(COMPARED, best=ULYSSES)
+    assert list(advice(runs, 512)) == [
+        f"2.20× the speed of Ulysses, the best other strategy. {SET}",
+        OVER_PACKING.format("1.50"),
+    ]
+    whole = replace(PACKING, documents_cut=0.0)
+    only_packing = replace(COMPARED, packing=whole, in_transformers=whole)
+    assert list(advice(only_packing, 512)) == [
+        f"2.00× the speed of whole, the best other strategy. {SET}",
+        "1.50× the speed of plain packing, TRL's packing=True.",
+    ]
+    assert list(advice(replace(only_packing, best=whole), 512)) == [
+        f"1.50× the speed of plain packing, TRL's packing=True, the best other strategy. {SET}"
+    ]
 
 
 @pytest.mark.parametrize(
-    ("seconds", "expected"),
+    ("packing", "ulysses", "whole", "pays"),
     [
-        (2.0, PAYS.format("2.00")),
-        (1.02, PAYS.format("1.02")),
-        (1.01, DOES_NOT_PAY.format("1.01")),
-        (0.5, DOES_NOT_PAY.format("0.50")),
+        (1.0, 1.0, 1.01, False),
+        (0.5, 0.5, 0.5, False),
+        (1.02, 1.0, 1.0, True),
+        (1.0, 1.02, 1.0, True),
+        (1.0, 1.0, 1.02, True),
     ],
 )
-def test_advice_by_the_speed_of_the_best_other_strategy(seconds, expected):
-    whole = replace(WHOLE, step_seconds=seconds)
-    assert list(advice([whole, JOINT], whole, JOINT, 512)) == [expected]
+def test_no_gain_is_expected_only_if_no_strategy_is_slower(packing, ulysses, whole, pays):
+    seconds = (packing, ulysses, whole)
+    others = (PACKING, ULYSSES, WHOLE)
+    compared = Compared(
+        *(replace(other, step_seconds=taken) for other, taken in zip(others, seconds, strict=True)),
+        JOINT,
+    )
+    assert compared.pays is pays
+    first, _, over_packing = advice(compared, 512)
+    by_best = f"{whole:.2f}× the speed of whole, the best other strategy."
+    no_gain = (
+        f"No gain expected: {by_best} Core attention is 30% of a step. Longer documents beside "
+        "short ones would gain more."
+    )
+    assert first == (f"{by_best} {SET}" if pays else no_gain)
+    assert over_packing == OVER_PACKING.format(f"{packing:.2f}")
 
 
-def test_advice_on_waits():
+def test_advice_on_waits_and_on_cut_documents():
     waits = replace(JOINT, exchange_seconds=0.06)
-    _, *on_waits = advice([WHOLE, waits], WHOLE, waits, 512)
-    assert on_waits == [
-        (
-            "Ranks wait 6% of a step for exchanges. A larger tokens_per_rank hides more of them "
-            "behind computation."
-        ),
-        "A larger balance_tolerance moves fewer rows.",
-    ]
-
-
-def test_advice_on_strategies_that_cut_documents():
+    *_, on_waits, on_tolerance = advice(replace(COMPARED, planned=waits), 512)
+    assert on_waits == (
+        "Ranks wait 6% of a step for exchanges. A larger tokens_per_rank hides more of them behind "
+        "computation."
+    )
+    assert on_tolerance == "A larger balance_tolerance moves fewer rows."
     cuts = replace(WHOLE, documents_cut=0.1)
-    faster = strategy("plain", step_seconds=0.9, documents_cut=0.3)
-    _, *on_cuts = advice([faster, cuts, JOINT], cuts, JOINT, 512)
-    assert on_cuts == [
-        (
-            "Every other strategy cuts documents: whole cuts 10.0% of them. "
-            "A document that is cut trains on less context."
-        ),
-        (
-            "plain takes 0.900 s a step, but it cuts 30.0% of the documents. The comparison leaves "
-            "it out, because a document that is cut trains on less context."
-        ),
-    ]
-    slower = replace(faster, step_seconds=2.1)
-    assert len(list(advice([slower, cuts, JOINT], cuts, JOINT, 512))) == 2
+    *_, on_cuts = advice(replace(COMPARED, best=cuts), 512)
+    assert on_cuts == "Every other strategy cuts documents: whole cuts 10.0% of them."
 
 
 SLOW = LinkCost(0.0, 1e-3)

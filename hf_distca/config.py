@@ -15,7 +15,7 @@ from hf_distca.units import (
     RowsOrAuto,
     Servers,
     Switch,
-    Tokens,
+    TokensOrAuto,
     Tolerance,
     read_values,
 )
@@ -49,11 +49,12 @@ class DistCAConfig:
         ValueError: A value is out of range. The message names the value and what is expected.
     """
 
-    tokens_per_rank: Tokens = setting(
-        8192,
+    tokens_per_rank: TokensOrAuto = setting(
+        AUTO,
         "Maximum number of tokens that a rank holds in a micro-batch, such as 32768 or 32k (k = "
         "1024). All ranks together hold whole documents of up to ranks * tokens_per_rank tokens, "
-        "without padding. Activation memory grows with this number.",
+        "without padding. Activation memory grows with this number. 'auto' is 8192, or "
+        "per_device_train_batch_size * max_length where arguments of TRL have both.",
     )
     long_documents: LongDocuments = setting(
         "error",
@@ -216,8 +217,16 @@ class DistCAConfig:
         choices=TRANSPORTS,
     )
 
+    @property
+    def default_tokens_per_rank(self) -> int:
+        """Meaning of "auto" for `tokens_per_rank`."""
+        return 8192
+
     def __post_init__(self) -> None:
         read_values(self)
+        tokens: int | str = self.tokens_per_rank
+        if tokens == AUTO:
+            self.tokens_per_rank = self.default_tokens_per_rank
         for name in ("device_profile", "attention_server_token_file"):
             if isinstance(path := getattr(self, name), os.PathLike):
                 setattr(self, name, os.fspath(path))

@@ -5,7 +5,7 @@ Each stage has one table: arguments, launch and resuming in `trainer/refusals.py
 reference page "What is refused" is written from the same tables.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -52,11 +52,23 @@ class Rule(Refusal):
     when: Callable[[Any], bool]
 
 
+def errors_of(rules: Iterable[Rule], subject: Any) -> list[RefusedError]:
+    """Return the errors of all rules that refuse a subject."""
+    return [rule.error(subject) for rule in rules if rule.when(subject)]
+
+
+def raise_all(errors: Sequence[RefusedError]) -> None:
+    """Raise an error, or one that lists several, if there are any."""
+    if len(errors) == 1:
+        raise errors[0]
+    if errors:
+        listed = "".join(f"\n- {error}" for error in errors)
+        raise RefusedError(f"{len(errors)} settings cannot be used:{listed}")
+
+
 def check(rules: Iterable[Rule], subject: Any) -> None:
-    """Raise the error of the first rule that refuses a subject."""
-    for rule in rules:
-        if rule.when(subject):
-            raise rule.error(subject)
+    """Raise one error for all rules that refuse a subject."""
+    raise_all(errors_of(rules, subject))
 
 
 def given_as(given: Any) -> str:

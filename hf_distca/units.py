@@ -47,6 +47,10 @@ def read_tokens(value: Any) -> int:
     return _number(value, TOKENS, "a number of tokens, such as 32768 or '32k'")
 
 
+def _read_tokens_or_auto(value: Any) -> int | Literal["auto"]:
+    return AUTO if value == AUTO else read_tokens(value)
+
+
 A_NUMBER_OF_BYTES = "a number of bytes, such as 134217728 or '128MiB'"
 
 
@@ -108,7 +112,7 @@ def _number(value: Any, suffixes: dict[str, int], expected: str) -> int:
 
 
 _READERS: list[Any] = [
-    read_tokens,
+    _read_tokens_or_auto,
     _read_bytes,
     _read_bytes_or_auto,
     _read_rows_or_auto,
@@ -127,7 +131,7 @@ if TYPE_CHECKING:
         def __get__(self, owner: object, kind: type | None = None) -> Held: ...
         def __set__(self, owner: object, given: Given) -> None: ...
 
-    Tokens = Read[int, int | str]
+    TokensOrAuto = Read[int, int | str]  # "auto" becomes a number
     Bytes = Read[int, int | str]
     BytesOrAuto = Read[int | Literal["auto"], int | str]
     RowsOrAuto = Read[int | Literal["auto"], int | str]
@@ -136,6 +140,6 @@ if TYPE_CHECKING:
     Switch = Read[bool | Literal["auto"], bool | str]
 else:
     # HfArgumentParser calls the type of a field with what is on the command line.
-    Tokens, Bytes, Servers = read_tokens, _read_bytes, _read_servers
+    TokensOrAuto, Bytes, Servers = _read_tokens_or_auto, _read_bytes, _read_servers
     BytesOrAuto, RowsOrAuto = _read_bytes_or_auto, _read_rows_or_auto
     Tolerance, Switch = _read_tolerance, _read_switch

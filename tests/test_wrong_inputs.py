@@ -638,14 +638,6 @@ GIVEN: Rows = [
         f"the forward of LlamaModel {NO_HEAD}",
     ),
     (
-        "another attention",
-        of_model(lambda: small_model(implementation="sdpa")),
-        (
-            "LlamaForCausalLM runs attn_implementation='sdpa', but plans do not reach that "
-            "attention; load it with …"
-        ),
-    ),
-    (
         "a config as model",
         of_model(lambda: small_model().config),
         f"model is of the type LlamaConfig, {MODEL}",
@@ -1169,10 +1161,6 @@ OF_RANK_1: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
     ),
     "mlp_chunk_rows": (lambda: {"mlp_chunk_rows": 16}, differs("mlp_chunk_rows", "auto", 16)),
     "seed": (lambda: {"seed": 2}, differs("seed", 1, 2)),
-    "another attention": (
-        lambda: {"model": small_model(implementation="sdpa")},
-        "rank 1: LlamaForCausalLM runs attn_implementation='sdpa', but plans do not reach …",
-    ),
     "layers without MLPs": (
         lambda: {"model": without_mlps()},
         "rank 1: mlp_chunk_rows=16 has no effect on …",

@@ -3,6 +3,7 @@
 Towers for images or sound keep their own attention: no plan reaches them.
 """
 
+import logging
 from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
@@ -21,6 +22,8 @@ from transformers.models.auto.modeling_auto import (
 
 from hf_distca.plan import ATTENTION_NAME
 
+logger = logging.getLogger(__name__)
+
 FOR_CONFIG = (
     *("cache_dir", "code_revision", "local_files_only", "revision", "subfolder", "token"),
     "trust_remote_code",
@@ -32,13 +35,13 @@ def load_model(name: str, options: Mapping[str, Any]) -> PreTrainedModel:
     """Load a causal language model, with its towers if its checkpoint has any.
 
     Args:
-        options: arguments of `from_pretrained`, before the defaults of hf_distca.
+        options: arguments of `from_pretrained`; attention is planned in any case.
     """
     config = _config_of(name, options)
     auto: Any = AutoModelForCausalLM if config is None else auto_class(config)
     attention = planned_attention(name, options)
     model: PreTrainedModel = auto.from_pretrained(
-        name, **{"attn_implementation": attention, "dtype": "float32", **options}
+        name, **{"dtype": "float32", **options, "attn_implementation": attention}
     )
     return model
 
@@ -73,6 +76,15 @@ def attention_of(config: PreTrainedConfig) -> str | dict[str, str]:
         if getattr(config, part, None) is text:
             return {"": ATTENTION_NAME, part: ATTENTION_NAME}
     return ATTENTION_NAME
+
+
+def plan_attention(model: PreTrainedModel) -> None:
+    """Let a loaded model use planned attention in place of another."""
+    text = model.config.get_text_config(decoder=True)
+    other = text._attn_implementation
+    if other != ATTENTION_NAME:
+        model.set_attn_implementation(attention_of(model.config))
+        logger.info("attn_implementation=%r is now %r", other, ATTENTION_NAME)
 
 
 def _config_of(name: str, options: Mapping[str, Any]) -> PreTrainedConfig | None:

@@ -1,5 +1,6 @@
 """Arguments of DistCATrainer, and the base classes that add them to any trainer's arguments."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -9,7 +10,7 @@ from accelerate.utils import parse_flag_from_env
 from transformers import TrainingArguments
 
 from hf_distca.config import DistCAConfig, setting
-from hf_distca.models.checkpointing import move_default
+from hf_distca.models.checkpointing import CHECKPOINTING, move_default
 from hf_distca.pool.launch import Launch, on_cpu, serve_if_server, split_launch
 from hf_distca.refusal import Rule, check
 from hf_distca.trainer.parallel import ProcessCounts, join_on_cpu, share_on_cpu
@@ -42,9 +43,11 @@ class DistCAPaddedArguments(DistCAConfig, _Arguments):
     """
 
     _refused: ClassVar[tuple[Rule, ...]] = ARGUMENTS
+    _done_anyway: ClassVar[Mapping[str, Any]] = {"padding_free": False}
 
     def __post_init__(self) -> None:
         check((IMPORTED_AGAIN,), self)
+        self._accept_done_anyway()
         DistCAConfig.__post_init__(self)
         # Otherwise TrainingArguments refuses bf16 on the CPU, although the launch asks for the CPU.
         self.use_cpu = self.use_cpu or parse_flag_from_env("ACCELERATE_USE_CPU")
@@ -61,6 +64,19 @@ class DistCAPaddedArguments(DistCAConfig, _Arguments):
         parent: Any = super(DistCAConfig, self)
         parent.__post_init__()
         check(self._refused, self)
+
+    def _accept_done_anyway(self) -> None:
+        """Turn off arguments of TRL that ask for what hf_distca does by itself."""
+        self.left_out: list[str] = []  # such as "packing=True"
+        for name, off in self._done_anyway.items():
+            value = getattr(self, name, off)
+            if value not in (off, None):
+                self.left_out.append(f"{name}={value!r}")
+                setattr(self, name, off)
+        if getattr(self, "activation_offloading", False):
+            self.left_out.append("activation_offloading=True (offload_activations=True)")
+            self.activation_offloading = False
+            self.offload_activations = True
 
     def serve_if_server(self) -> None:
         """Serve until training ends if this process is an attention server of its launch.
@@ -108,11 +124,18 @@ class DistCAArguments(DistCAPaddedArguments):
     """
 
     _refused: ClassVar[tuple[Rule, ...]] = (*ARGUMENTS, *PACKED_ARGUMENTS)
+    _done_anyway: ClassVar[Mapping[str, Any]] = {
+        "packing": False,
+        "eval_packing": None,
+        "padding_free": False,
+        "pad_to_multiple_of": None,
+    }
 
     per_device_train_batch_size: int = setting(
         1,
-        "Must stay 1: a rank trains on one packed row of up to tokens_per_rank tokens. With a "
-        "custom data_collator it is the number of examples that the collator gets.",
+        "Has no effect where documents are packed: a rank trains on one row of up to "
+        "tokens_per_rank tokens. Times max_length of TRL it is the default of tokens_per_rank. "
+        "With a custom data_collator it is the number of examples that the collator gets.",
     )
     per_device_eval_batch_size: int = setting(1, "Like per_device_train_batch_size, in evaluation.")
     dataloader_num_workers: int = setting(
@@ -129,8 +152,20 @@ class DistCAArguments(DistCAPaddedArguments):
         "stream, and hf_distca divides it.",
     )
 
+    @property
+    def default_tokens_per_rank(self) -> int:
+        """Tokens of a batch of TRL, if its arguments say how long its rows are."""
+        max_length: int | None = getattr(self, "max_length", None)
+        if self.per_device_train_batch_size > 1 and max_length is not None:
+            return self.per_device_train_batch_size * max_length
+        return super().default_tokens_per_rank
+
     def __post_init__(self) -> None:
         super().__post_init__()
+        options: Any = getattr(self, f"{CHECKPOINTING}_kwargs")
+        if options and "selective" in options:  # TRL's: what hf_distca keeps by itself
+            kept = {name: value for name, value in options.items() if name != "selective"}
+            setattr(self, f"{CHECKPOINTING}_kwargs", kept)
         # Liger's kernels are applied when training starts, and only to layers.
         if getattr(self, "use_liger_kernel", False):
             self.liger_kernel_config = {

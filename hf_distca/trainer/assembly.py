@@ -23,7 +23,9 @@ from hf_distca.dispatch.groups import (
 from hf_distca.dispatch.padded import PaddedBatches
 from hf_distca.models import fla
 from hf_distca.models.checkpointing import layers_with_checkpoints
-from hf_distca.models.decoder import mixing_layers
+from hf_distca.models.decoder import base_model, mixing_layers
+from hf_distca.models.loading import plan_attention
+from hf_distca.models.refusals import check_is_model
 from hf_distca.models.settings import plan_settings
 from hf_distca.models.sharing import shares_prefixes, why_sequences_stay_alone
 from hf_distca.models.tables import model_limits
@@ -96,6 +98,8 @@ def make_dispatcher(
     _check_same_settings(config)
     launched = ranks_per_node(mesh, config.exchange_timeout)
     with raised_together(config.exchange_timeout):
+        check_is_model(model)
+        plan_attention(base_model(model))
         settings = plan_settings(
             model,
             config,
@@ -168,6 +172,7 @@ def pack_padded(
         dispatcher = make_dispatcher(model, config, device, **options)
     else:
         with dispatcher.groups.raised_together():
+            plan_attention(base_model(model))
             prepare_model(model, config, ping_pong=dispatcher.settings.ping_pong)
     shares = shares_prefixes(config, why_sequences_stay_alone(model), dispatcher.groups.rank)
     pack_backbone(model, PaddedBatches(dispatcher, share_prefixes=shares))

@@ -23,6 +23,7 @@ from hf_distca.models.sharing import shares_prefixes
 from hf_distca.patches.targets import repeat_target_rows
 from hf_distca.plan import PLAN_KEY, MicroBatchPlan
 from hf_distca.trainer import resuming
+from hf_distca.trainer.accepted import print_left_out, without_row_collator
 from hf_distca.trainer.costs import LearnedCosts
 from hf_distca.trainer.loaders import (
     EvaluationLoader,
@@ -74,10 +75,13 @@ class DistCAMixin(PlannedTraining):
     packs_documents = True
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        arguments = self._checked(arguments_by_name(super().__init__, args, kwargs))
+        given = arguments_by_name(super().__init__, args, kwargs)
+        arguments = self._checked(without_row_collator(given))
         # Whether hf_distca packs documents. Otherwise the user's collator makes the batches.
         self._packs = arguments.get("data_collator") is None
         super().__init__(**arguments)
+        if self._packs and self.args.process_index == 0:
+            print_left_out(self.args, given.get("data_collator"))
         # The number of targets reaches the loss as the plan reaches attention: as a keyword. Models
         # with a tower say otherwise (`accepts_loss_kwargs`), since images change what they count.
         self.model_accepts_loss_kwargs = True

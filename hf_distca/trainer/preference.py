@@ -19,7 +19,7 @@ from hf_distca.patches.padded import plan_ahead
 from hf_distca.refusal import PackageError, check
 from hf_distca.trainer.arguments import DistCAPaddedArguments
 from hf_distca.trainer.padded import DistCAPaddedMixin
-from hf_distca.trainer.refusals import IMAGES, TRL_ARGUMENTS
+from hf_distca.trainer.refusals import IMAGES
 from hf_distca.trainer.rollouts import kept_together, why_shuffled
 
 try:
@@ -77,11 +77,10 @@ class TRLMixin(DistCAPaddedMixin):
 
     def _prepare_arguments(self, named: dict[str, Any]) -> dict[str, Any]:
         args: Any = named["args"]
-        check(TRL_ARGUMENTS, args)
         if isinstance(named.get("model"), str):
             options: Any = args.model_init_kwargs or {}
             attention = planned_attention(named["model"], options)
-            args.model_init_kwargs = {"attn_implementation": attention, **options}
+            args.model_init_kwargs = {**options, "attn_implementation": attention}
         return super()._prepare_arguments(named)
 
     def _pack_models(self) -> None:

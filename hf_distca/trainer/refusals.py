@@ -15,8 +15,6 @@ from accelerate.utils import DynamoBackend
 from torch import nn
 from transformers import (
     DataCollatorForLanguageModeling,
-    DataCollatorForSeq2Seq,
-    DataCollatorWithPadding,
     TrainingArguments,
 )
 
@@ -27,12 +25,10 @@ from hf_distca.models.checkpointing import CHECKPOINTING, checkpointing_options
 from hf_distca.models.decoder import base_model
 from hf_distca.models.refusals import check_is_model, check_loss, check_reentrant
 from hf_distca.models.tensor_parallel import is_divided_at_load
-from hf_distca.refusal import Refusal, Rule, check
+from hf_distca.refusal import Refusal, Rule, check, errors_of, raise_all
 from hf_distca.trainer.parallel import DDP, asked_for, launched_processes, trained_towers
 from hf_distca.units import AUTO
 
-PADDING = (DataCollatorForLanguageModeling, DataCollatorForSeq2Seq, DataCollatorWithPadding)
-"""Collators of transformers that pad rows to one length."""
 LIGERS_LOSSES = ("fused_linear_cross_entropy", "cross_entropy")
 """Liger kernels that replace the loss of a model, or of all of transformers."""
 SUMMED_GRADIENTS = "replicated_with_grad_allreduce"
@@ -76,7 +72,6 @@ CONVERTED = (
     "evaluate() would round the weights themselves, which are then trained on and saved; bf16=True "
     "evaluates in bfloat16 without that"
 )
-PACKED = "documents are packed by their lengths, without padding, and stay apart"
 ARGUMENTS: tuple[Rule, ...] = (
     _restricted("auto_find_batch_size", (False,), "memory is set by tokens_per_rank"),
     _restricted(
@@ -86,13 +81,12 @@ ARGUMENTS: tuple[Rule, ...] = (
     ),
     _restricted("bf16_full_eval", (False,), CONVERTED),
     _restricted("fp16_full_eval", (False,), CONVERTED),
-    # The following arguments are TRL's.
-    _restricted("padding_free", (False,), PACKED),
-    Rule(
-        "activation_offloading={0.activation_offloading} is set",
-        "TRL copies all that layers save, and begins to copy back when the backward waits for it",
-        f"set offload_activations=True and {CHECKPOINTING}=True",
-        lambda args: bool(getattr(args, "activation_offloading", False)),
+    # TRL's GRPO and RLOO.
+    _restricted(
+        "use_transformers_continuous_batching",
+        (False,),
+        "it generates with paged attention in place of the model's attention, "
+        "attn_implementation='distca'",
     ),
     Rule(
         f"{CHECKPOINTING}_kwargs={{{{'offload': True}}}} copies checkpoints of layers to the host",
@@ -117,25 +111,11 @@ PACKED_ARGUMENTS: tuple[Rule, ...] = (
     _restricted(
         "average_tokens_across_devices", (True,), "ranks hold different numbers of targets"
     ),
-    _restricted("dataloader_drop_last", (False,), "it would drop documents"),
     _restricted("use_cache", (False,), "training has no use for cached keys and values"),
     _restricted(
         "label_names",
         (None, ["labels"]),
         "targets are the column 'labels', or every token where there is none",
-    ),
-    # The following arguments are TRL's.
-    _restricted("packing", (False,), PACKED),
-    _restricted("eval_packing", (None, False), PACKED),
-    _restricted("pad_to_multiple_of", (None,), PACKED),
-    Rule(
-        "liger_kernel_config={0.liger_kernel_config} is set",
-        "Liger's loss would replace the loss of planned steps, which is exact across ranks and "
-        "never holds all logits",
-        f"remove {' and '.join(map(repr, LIGERS_LOSSES))} from liger_kernel_config",
-        lambda args: (
-            args.use_liger_kernel and any(_liger_kernels(args).get(name) for name in LIGERS_LOSSES)
-        ),
     ),
 )
 """Arguments that a trainer with packed documents cannot follow."""
@@ -289,20 +269,21 @@ METRICS_ALONE = (
     "evaluate() reports the exact loss, mean_token_accuracy and entropy over all targets without "
     "compute_metrics"
 )
-GIVEN: tuple[Rule, ...] = (
-    Rule(
-        "args are {0[args].__class__.__name__}",
-        "hf_distca needs its settings, such as tokens_per_rank",
-        "pass DistCATrainingArguments; for a trainer with its own arguments combine both classes "
-        "in one dataclass: class MyArguments(hf_distca.DistCAArguments, SFTConfig)",
-        lambda arguments: (
-            not (
-                isinstance(arguments["args"], DistCAConfig)
-                and isinstance(arguments["args"], TrainingArguments)
-            )
-        ),
-        condition="`args` without the settings of hf_distca",
+NO_SETTINGS = Rule(
+    "args are {0[args].__class__.__name__}",
+    "hf_distca needs its settings, such as tokens_per_rank",
+    "pass DistCATrainingArguments; for a trainer with its own arguments combine both classes "
+    "in one dataclass: class MyArguments(hf_distca.DistCAArguments, SFTConfig)",
+    lambda arguments: (
+        not (
+            isinstance(arguments["args"], DistCAConfig)
+            and isinstance(arguments["args"], TrainingArguments)
+        )
     ),
+    condition="`args` without the settings of hf_distca",
+)
+"""Arguments of a trainer that lack the settings."""
+GIVEN: tuple[Rule, ...] = (
     _must_be_none(
         "model_init",
         "it would replace the model when training begins, and the new model would lack the changes "
@@ -370,32 +351,16 @@ PACKED_GIVEN: tuple[Rule, ...] = (
         "leave it out and use the model's own loss, which takes shift_labels",
     ),
     Rule(
-        "data_collator={0[data_collator].__class__.__name__} pads documents",
-        "hf_distca packs them without padding",
-        "leave data_collator out: each token then predicts the next, unless the data set has "
-        "labels",
-        lambda arguments: isinstance(arguments.get("data_collator"), PADDING),
+        "data_collator={0[data_collator].__class__.__name__} has mlm=True",
+        "it hides tokens at random, and a causal language model predicts the next ones",
+        "leave data_collator out, or set mlm=False",
+        lambda arguments: (
+            isinstance(arguments.get("data_collator"), DataCollatorForLanguageModeling)
+            and arguments["data_collator"].mlm
+        ),
     ),
 )
 """The same for trainers with packed documents."""
-ONE_ROW = "a rank's batch is one packed row of up to tokens_per_rank={0.tokens_per_rank} tokens"
-BY_PLAN = (
-    "it would be ignored: each rank reads the rows that its plan assigns, in an order drawn from "
-    "the seed"
-)
-PACKING: tuple[Rule, ...] = (
-    _restricted("per_device_train_batch_size", (1,), ONE_ROW),
-    _restricted("per_device_eval_batch_size", (1,), ONE_ROW),
-    _restricted("train_sampling_strategy", ("random", "sequential"), BY_PLAN),
-    _restricted("accelerator_config.split_batches", (False,), BY_PLAN),
-    _restricted("accelerator_config.dispatch_batches", (None, False), BY_PLAN),
-    _restricted("accelerator_config.even_batches", (True,), BY_PLAN),
-    _restricted("accelerator_config.use_seedable_sampler", (True,), BY_PLAN),
-    _restricted(
-        "dataloader_in_order", (True,), "ranks would exchange rows of different micro-batches"
-    ),
-)
-"""Arguments that contradict packing by hf_distca; a custom collator may have them."""
 PLACED = "plans already divide a document of up to ranks * tokens_per_rank tokens among ranks"
 ROWS_ARE_PLACED: tuple[Rule, ...] = (
     Rule(
@@ -425,12 +390,10 @@ def check_arguments(trainer: type, arguments: Mapping[str, Any], *, packs: bool)
     """
     args: Any = arguments.get("args")
     subject = {**arguments, "args": args, "trl_trainer": _name_of_trl_trainer(trainer)}
-    if packs:
-        check(PACKED_GIVEN, subject)
-    check(GIVEN, subject)
-    check(ROWS_ARE_PLACED, args.parallelism_config)
-    if packs and arguments.get("data_collator") is None:
-        check(PACKING, args)
+    check((NO_SETTINGS,), subject)
+    rules = (*PACKED_GIVEN, *GIVEN) if packs else GIVEN
+    placed = errors_of(ROWS_ARE_PLACED, args.parallelism_config)
+    raise_all([*errors_of(rules, subject), *placed])
 
 
 def _name_of_trl_trainer(trainer: type) -> str:
@@ -451,31 +414,13 @@ LOADED_ALREADY = Rule(
         and getattr(arguments["args"], "model_init_kwargs", None) is not None
     ),
 )
-TRL_ARGUMENTS: tuple[Rule, ...] = (
-    _restricted(
-        "use_transformers_continuous_batching",
-        (False,),
-        "it generates with paged attention in place of the model's attention, "
-        "attn_implementation='distca'",
-    ),
-)
-"""Arguments of TRL's trainers with padded batches."""
-SFT_ARGUMENTS: tuple[Rule, ...] = (
-    Rule(
-        "args of DistCASFTTrainer are {0.__class__.__name__}",
-        "DistCASFTTrainer needs the settings of hf_distca and of TRL's SFTConfig",
-        "replace them by a DistCASFTConfig with the same settings",
-        lambda args: (
-            not isinstance(args, DistCAConfig)
-            or all(base.__name__ != "SFTConfig" for base in type(args).__mro__)
-        ),
-    ),
-    Rule(
-        f"{CHECKPOINTING}_kwargs={{{{'selective': True}}}} keeps attention's results through "
-        "checkpoints",
-        "keep_core_attention=True already does so for planned attention",
-        "leave 'selective' out",
-        lambda args: bool((getattr(args, f"{CHECKPOINTING}_kwargs") or {}).get("selective")),
+NO_SFT_SETTINGS = Rule(
+    "args of DistCASFTTrainer are {0.__class__.__name__}",
+    "DistCASFTTrainer needs the settings of hf_distca and of TRL's SFTConfig",
+    "replace them by a DistCASFTConfig with the same settings",
+    lambda args: (
+        not isinstance(args, DistCAConfig)
+        or all(base.__name__ != "SFTConfig" for base in type(args).__mro__)
     ),
 )
 IMAGES = Rule(

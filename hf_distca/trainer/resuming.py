@@ -77,7 +77,7 @@ def check_agreement(args: DistCAPaddedArguments, dispatcher: Dispatcher) -> None
 
     A collective of the world.
     """
-    values: dict[str, Any] = {name: getattr(args, name) for name in AGREED}
+    values: dict[str, Any] = {name: getattr(args, name, None) for name in AGREED}
     values |= _sampling_order(args)
     difference = first_difference(dispatcher.groups.all_gather(values, in_world=True))
     if difference is not None:

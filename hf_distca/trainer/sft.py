@@ -16,7 +16,7 @@ from hf_distca.trainer.arguments import DistCAArguments
 from hf_distca.trainer.loaders import EvaluationLoader, is_stream, named_datasets
 from hf_distca.trainer.mixin import DistCAMixin
 from hf_distca.trainer.predictions import Predictions
-from hf_distca.trainer.refusals import SFT_ARGUMENTS, SFT_TRAINER, Run
+from hf_distca.trainer.refusals import NO_SFT_SETTINGS, SFT_TRAINER, Run
 
 try:
     from trl import SFTConfig, SFTTrainer
@@ -59,11 +59,11 @@ class DistCASFTTrainer(DistCAMixin, SFTTrainer):
     """
 
     def __init__(self, model: Any, args: DistCASFTConfig, *positional: Any, **kwargs: Any) -> None:
-        check(SFT_ARGUMENTS, args)
+        check((NO_SFT_SETTINGS,), args)
         if isinstance(model, str):
             options: Any = args.model_init_kwargs or {}
             attention = planned_attention(model, options)
-            args.model_init_kwargs = {"attn_implementation": attention, **options}
+            args.model_init_kwargs = {**options, "attn_implementation": attention}
         # For "train" and "eval": targets of the micro-batches since the last log, on all ranks.
         self._targets: dict[str, list[float]] = defaultdict(list)
         super().__init__(model, args, *positional, **kwargs)

@@ -20,7 +20,7 @@ from hf_distca.models.refusals import ADAPTERS, ALORA, PROMPT_LEARNING, Models
 from hf_distca.refusal import Refusal
 from hf_distca.trainer import refusals
 from hf_distca.trainer.metrics import METRICS, PREFIX
-from hf_distca.units import Bytes, BytesOrAuto, RowsOrAuto, Servers, Switch, Tokens, Tolerance
+from hf_distca.units import Bytes, BytesOrAuto, RowsOrAuto, Servers, Switch, TokensOrAuto, Tolerance
 
 FOLDER = Path(__file__).parents[2] / "docs" / "reference"
 PAGES = ("settings.md", "metrics.md", "cli.md", "refusals.md")
@@ -44,7 +44,7 @@ FIELDS = {
 """Fields that hf_distca adds, or gives another meaning, with their types as written:
 HfArgumentParser changes them."""
 TYPES: dict[Any, str] = {
-    Tokens: 'integer, or text such as `"32k"`',
+    TokensOrAuto: 'integer, text such as `"32k"`, or `"auto"`',
     Bytes: 'integer, or text such as `"128MiB"`',
     BytesOrAuto: 'integer, text such as `"128MiB"`, or `"auto"`',
     RowsOrAuto: 'integer, or `"auto"`',
@@ -84,10 +84,10 @@ REFUSALS: dict[str, tuple[Refusal, ...]] = {
     "Adapters": (PROMPT_LEARNING, ALORA, *ADAPTERS.values()),
     "Arguments": (*refusals.ARGUMENTS, *refusals.PACKED_ARGUMENTS),
     "Arguments of the trainer": (
-        *(*refusals.PACKED_GIVEN, *refusals.GIVEN, *refusals.PACKING),
+        *(refusals.NO_SETTINGS, *refusals.PACKED_GIVEN, *refusals.GIVEN),
         *(*refusals.ROWS_ARE_PLACED, refusals.LOADED_ALREADY),
     ),
-    "With TRL": (*refusals.SFT_ARGUMENTS, *refusals.SFT_TRAINER, *refusals.TRL_ARGUMENTS),
+    "With TRL": (refusals.NO_SFT_SETTINGS, *refusals.SFT_TRAINER),
     "Launch and model": (
         *(refusals.NO_BACKEND, refusals.LOSES_DEEPSPEED),
         *(refusals.NOT_CONNECTED, refusals.IMPORTED_AGAIN),

@@ -12,8 +12,9 @@ from transformers import Trainer
 import hf_distca
 from hf_distca.cli.main import TOOLS
 from hf_distca.kernels import KERNEL_NAMES
+from hf_distca.trainer.accepted import BY_PLAN
 from hf_distca.trainer.metrics import METRICS, StepMeter
-from hf_distca.trainer.refusals import ARGUMENTS, GIVEN, PACKED_ARGUMENTS, PACKED_GIVEN, PACKING
+from hf_distca.trainer.refusals import ARGUMENTS, GIVEN, PACKED_ARGUMENTS, PACKED_GIVEN
 from tests.docs.reference import FIELDS, FOLDER, GROUPED, PAGES, REFUSALS, UNITS, written
 
 
@@ -82,10 +83,13 @@ def test_public_docstrings_name_their_parameters(name):
 
 
 def test_refused_arguments_exist():
-    rules = (*ARGUMENTS, *PACKED_ARGUMENTS, *GIVEN, *PACKED_GIVEN, *PACKING)
+    rules = (*ARGUMENTS, *PACKED_ARGUMENTS, *GIVEN, *PACKED_GIVEN)
     named = {name for rule in rules for name in re.findall(r"^(\w+)(?:=| is given)", rule.found)}
+    named |= {path.partition(".")[0] for path in BY_PLAN}
+    named |= hf_distca.DistCAArguments._done_anyway.keys()
     known = {"DPOTrainer", "args", *inspect.signature(Trainer.__init__).parameters}
-    for arguments in (hf_distca.DistCATrainingArguments, hf_distca.DistCASFTConfig):
+    classes = (hf_distca.DistCATrainingArguments, hf_distca.DistCASFTConfig)
+    for arguments in (*classes, hf_distca.DistCAGRPOConfig):
         known |= {field.name for field in dataclasses.fields(arguments)}
     assert len(named) > 20
     assert named <= known, named - known

@@ -22,7 +22,12 @@ from transformers import (
 
 from hf_distca import DistCAArguments, DistCAMixin, DistCATrainingArguments
 from hf_distca.collator.refusals import Data
-from hf_distca.trainer.refusals import GIVEN, LOADED_ALREADY, PACKED_ARGUMENTS, arguments_by_name
+from hf_distca.trainer.refusals import (
+    LOADED_ALREADY,
+    NO_SETTINGS,
+    PACKED_ARGUMENTS,
+    arguments_by_name,
+)
 from tests.models_and_batches import small_model
 from tests.refused import refused
 from tests.trainer.chats import tokenizer
@@ -161,14 +166,14 @@ def test_arguments_are_of_both_trainers(tmp_path):
     assert arguments(end_of_turn=5).end_of_turn == 5
     with pytest.raises(ValueError, match="tokens_per_rank must be positive"):
         arguments(tokens_per_rank=0)
-    with refused(PACKED_ARGUMENTS[2]):
-        arguments(dataloader_drop_last=True)
-    # By position, too. The collator is seen there: without one the batch size would be refused.
+    with refused(PACKED_ARGUMENTS[0]):
+        arguments(label_smoothing_factor=0.1)
+    # By position, too: the collator is seen there.
     data = datasets.Dataset.from_dict({"input_ids": [[1, 2], [3]]})
     PlannedChatTrainer(
         small_model(), arguments(per_device_train_batch_size=4), data, DataCollatorWithFlattening()
     )
-    with refused(GIVEN[0]):
+    with refused(NO_SETTINGS):
         PlannedChatTrainer(
             small_model(), ChatArguments(output_dir=str(tmp_path), use_cpu=True), data
         )

@@ -20,7 +20,7 @@ from hf_distca.dispatch import padded
 from hf_distca.dispatch.groups import Groups
 from hf_distca.patches.padded import PackedBackbone
 from hf_distca.trainer import preference
-from hf_distca.trainer.refusals import TRL_ARGUMENTS
+from hf_distca.trainer.refusals import ARGUMENTS
 from tests.models_and_batches import exchanging, small_model
 from tests.ranks import RankPool
 from tests.refused import refused
@@ -450,7 +450,7 @@ def test_arguments_and_models_by_name(tmp_path):
     models: Any = (trainer.model, trainer.ref_model)
     assert [model.config._attn_implementation for model in models] == ["distca"] * 2
     assert all(isinstance(model.base_model, PackedBackbone) for model in models)
-    with refused(TRL_ARGUMENTS[0]):
+    with refused(ARGUMENTS[4]):
         args = hf_distca.DistCAGRPOConfig(
             str(tmp_path), **options, use_transformers_continuous_batching=True
         )

@@ -19,17 +19,16 @@ from transformers import (
     AutoModelForImageTextToText,
     AutoModelForMultimodalLM,
     AutoModelForTokenClassification,
-    DataCollatorWithFlattening,
+    DataCollatorForLanguageModeling,
     LlamaForCausalLM,
 )
 
 import hf_distca
 from hf_distca.models.decoder import decoder_attentions
 from hf_distca.models.refusals import ADAPTERS, ALORA, PROMPT_LEARNING, Models
-from hf_distca.refusal import check
+from hf_distca.refusal import RefusedError, check
 from hf_distca.trainer import refusals, resuming
 from hf_distca.trainer.refusals import (
-    PADDING,
     SUMMED_GRADIENTS,
     Resume,
     Run,
@@ -39,6 +38,7 @@ from hf_distca.trainer.refusals import (
 from tests.models_and_batches import small_model
 from tests.refused import refused
 from tests.survey.tiny import tiny_config
+from tests.trainer.chats import tokenizer as chat_tokenizer
 from tests.trainer.comparison import CHECKPOINTING
 from tests.trainer.features import with_tower
 from tests.trainer.small_trainers import LENGTHS, make_trainer
@@ -132,80 +132,52 @@ OFFLOADED_BY_FSDP = SimpleNamespace(
     fsdp_plugin=SimpleNamespace(activation_checkpointing_offload=True),
 )
 LIGER = {"use_liger_kernel": True}
-LOADING = {
-    "split_batches": True,
-    "dispatch_batches": True,
-    "even_batches": False,
-    "use_seedable_sampler": False,
-}
 CHECKS: dict[str, Callable[..., None]] = {
-    "ARGUMENTS": lambda **changes: check(refusals.ARGUMENTS, settings(**changes)),
+    "ARGUMENTS": lambda kind=hf_distca.DistCASFTConfig, **changes: check(
+        refusals.ARGUMENTS, settings(kind, **changes)
+    ),
     "GIVEN": give,
     "PACKED_ARGUMENTS": lambda **changes: check(refusals.PACKED_ARGUMENTS, settings(**changes)),
     "PACKED_GIVEN": give,
     "PACKED_TRAINER": launch,
     "PADDED_TRAINER": lambda **changes: launch(packs=False, **changes),
-    "PACKING": lambda options=None, data_collator=None, **changes: give(
-        options=options or changes, data_collator=data_collator
-    ),
     "ROWS_ARE_PLACED": lambda **sizes: launch(by={"parallelism_config": SimpleNamespace(**sizes)}),
-    "SFT_ARGUMENTS": lambda **changes: check(refusals.SFT_ARGUMENTS, settings(**changes)),
     "SFT_TRAINER": lambda tensor=1, images=False: check(
         refusals.SFT_TRAINER, SimpleNamespace(get_tp_size=lambda: tensor, _is_vision_dataset=images)
     ),
     "TRAINER": launch,
-    "TRL_ARGUMENTS": lambda **changes: check(
-        refusals.TRL_ARGUMENTS, settings(hf_distca.DistCAGRPOConfig, **changes)
-    ),
 }
+HIDING = DataCollatorForLanguageModeling(chat_tokenizer(), mlm=False)
+HIDING.mlm = True  # which only a tokenizer with a token for it allows
 METRICS = {"compute_metrics": print, "preprocess_logits_for_metrics": print}
 CASES: dict[str, list[dict[str, Any]]] = {
     "ARGUMENTS": [
         *({"auto_find_batch_size": True}, {"ddp_static_graph": True}, {"bf16_full_eval": True}),
-        *({"fp16_full_eval": True}, {"padding_free": True}, {"activation_offloading": True}),
+        {"fp16_full_eval": True},
+        {"kind": hf_distca.DistCAGRPOConfig, "use_transformers_continuous_batching": True},
         {f"{CHECKPOINTING}_kwargs": {"offload": True}},
         {**LIGER, "liger_kernel_config": {"geglu": False}, "mlp_chunk_rows": 16},
     ],
-    "GIVEN": [{"args": None}, {"model_init": print}, {"options": {"_n_gpu": 2}}],
+    "GIVEN": [{"model_init": print}, {"options": {"_n_gpu": 2}}],
     "PACKED_ARGUMENTS": [
         *(
             {"label_smoothing_factor": 0.1},
             {"average_tokens_across_devices": False},
-            {"dataloader_drop_last": True},
         ),
-        *(
-            {"use_cache": True},
-            {"label_names": ["targets"]},
-            {"packing": True},
-            {"eval_packing": True},
-        ),
-        *({"pad_to_multiple_of": 8}, {**LIGER, "liger_kernel_config": {"cross_entropy": True}}),
+        *({"use_cache": True}, {"label_names": ["targets"]}),
     ],
     "PACKED_GIVEN": [
         {"trainer": type("Mixed", (hf_distca.DistCAMixin, trl.DPOTrainer), {})},
         {"trainer": hf_distca.DistCASFTTrainer, "preprocess_logits_for_metrics": print},
         *({"compute_metrics": print}, {**METRICS, "options": {"batch_eval_metrics": True}}),
         *({**METRICS, "options": {"include_for_metrics": ["loss"]}}, {"compute_loss_func": print}),
-        {"data_collator": PADDING[-1].__new__(PADDING[-1])},
+        {"data_collator": HIDING},
     ],
     "PACKED_TRAINER": [
         {"model": lambda: tiny("gpt2", AutoModel)},
     ],
     "PADDED_TRAINER": [{"tensor": 2, "model": divided()}],
-    "PACKING": [
-        *({"per_device_train_batch_size": 4}, {"per_device_eval_batch_size": 4}),
-        {"train_sampling_strategy": "group_by_length"},
-        *(
-            {"accelerator_config": SimpleNamespace(**{name: value})}
-            for name, value in LOADING.items()
-        ),
-        {"dataloader_in_order": False},
-    ],
     "ROWS_ARE_PLACED": [{"cp_size": 2}, {"cp_size": 1, "sp_size": 2}],
-    "SFT_ARGUMENTS": [
-        {"kind": hf_distca.DistCATrainingArguments},
-        {f"{CHECKPOINTING}_kwargs": {"selective": True}},
-    ],
     "SFT_TRAINER": [{"tensor": 2}, {"images": True}],
     "TRAINER": [
         {"by": {"state": COMPILED}},
@@ -223,18 +195,16 @@ CASES: dict[str, list[dict[str, Any]]] = {
         {**TOWER, **REENTRANT},
         {**TOWER, "ddp_find_unused_parameters": False},
     ],
-    "TRL_ARGUMENTS": [{"use_transformers_continuous_batching": True}],
 }
 """What each rule of each table refuses, in the order of the rules."""
 TEXTS = {
     "ARGUMENTS": "or liger_kernel_config={'swiglu': False, 'geglu': False}",
-    "PACKING": "accelerator_config.even_batches=False is set, but ",
     "TRAINER": ("model.visual of Qwen3VLForConditionalGeneration get no gradient"),
 }
 """Values in one of the messages."""
 ACCUMULATED = {"gradient_accumulation_steps": 2}
 NOT_REFUSED: list[tuple[str, dict[str, Any]]] = [
-    ("PACKED_ARGUMENTS", {**LIGER, "label_names": ["labels"], "eval_packing": False}),
+    ("PACKED_ARGUMENTS", {"label_names": ["labels"]}),
     ("ARGUMENTS", {"mlp_chunk_rows": 16}),
     ("ARGUMENTS", {f"{CHECKPOINTING}_kwargs": {"offload": False, "every_n_layers": 2}}),
     (
@@ -245,14 +215,6 @@ NOT_REFUSED: list[tuple[str, dict[str, Any]]] = [
     *(("PACKED_GIVEN", given) for given in (METRICS, {"preprocess_logits_for_metrics": print})),
     ("PACKED_GIVEN", {"options": {"batch_eval_metrics": True, "include_for_metrics": ["loss"]}}),
     ("PACKED_GIVEN", {"trainer": hf_distca.DistCADPOTrainer, "compute_metrics": print}),
-    (
-        "PACKING",
-        {
-            "options": {"per_device_train_batch_size": 4},
-            "data_collator": DataCollatorWithFlattening(),
-        },
-    ),
-    ("SFT_ARGUMENTS", {f"{CHECKPOINTING}_kwargs": {"use_reentrant": False}}),
     ("TRAINER", {**ACCUMULATED, "model": divided(), "tensor": 2}),
     ("TRAINER", {**ACCUMULATED, "model": divided(tp_plan=("norm",))}),
     ("TRAINER", {"model": divided(adapters=True)}),
@@ -283,11 +245,21 @@ def test_each_rule_refuses_its_case(table):
         CHECKS[table](**case)
 
 
+def test_all_that_is_refused_is_listed_at_once(tmp_path):
+    with pytest.raises(RefusedError) as error:
+        make_trainer(str(tmp_path), label_smoothing_factor=0.1, auto_find_batch_size=True)
+    assert str(error.value).splitlines() == [
+        "2 settings cannot be used:",
+        "- auto_find_batch_size=True is set, but memory is set by tokens_per_rank; set False",
+        "- label_smoothing_factor=0.1 is set, but targets of packed documents are already shifted, "
+        "and it shifts again; set 0.0",
+    ]
+
+
 def test_the_tables_are_checked(tmp_path):
     for rule, options in (
         (refusals.ARGUMENTS[0], {"auto_find_batch_size": True}),
         (refusals.PACKED_ARGUMENTS[0], {"label_smoothing_factor": 0.1}),
-        (refusals.PACKING[0], {"per_device_train_batch_size": 4}),
     ):
         with refused(rule):
             make_trainer(str(tmp_path), **options)

@@ -11,7 +11,7 @@ from transformers import ProcessorMixin
 
 import hf_distca
 from hf_distca.collator.refusals import Data
-from hf_distca.trainer.refusals import SFT_ARGUMENTS, SFT_TRAINER, Run
+from hf_distca.trainer.refusals import NO_SFT_SETTINGS, SFT_TRAINER, Run
 from tests.models_and_batches import exchanging, small_model
 from tests.refused import refused
 from tests.trainer.chats import chats, prompts, tokenizer
@@ -47,7 +47,7 @@ def test_models_arguments_and_data(tmp_path):
         trl.SFTConfig(str(tmp_path), **options),
         hf_distca.DistCATrainingArguments(str(tmp_path)),
     ):
-        with refused(SFT_ARGUMENTS[0]):
+        with refused(NO_SFT_SETTINGS):
             make(small_model(), args, chats(2), tokenizer())
     images = chats(2).add_column("images", [[], []])
     with refused(SFT_TRAINER[1]):

@@ -35,7 +35,7 @@ from hf_distca.plan.cost import as_lengths
 from hf_distca.plan.metrics import bytes_by_link, exchange_figures, loads_of
 from hf_distca.plan.nodes import NETWORK_BANDWIDTH, NODE_BANDWIDTH
 from hf_distca.plan.stages import rows_by_stage
-from hf_distca.planner.build import loads_as_packed
+from hf_distca.planner.build import packed_in_order
 from hf_distca.planner.layout import check_capacity
 from hf_distca.planner.micro_batch import plan_micro_batch, plan_placed
 from hf_distca.planner.settings import PlanSettings
@@ -360,7 +360,7 @@ def _figures(
     if not options.report:
         return figures
     lengths = np.array(documents, np.int64)
-    packed = loads_as_packed(lengths, settings)
+    packed = loads_of(packed_in_order(lengths, settings).plans[kind])
     sent, received = moved.sum(axis=0)
     shown = ("lengths", "ranks", "tokens_per_rank", *PLANNED, "attention_kernel", "dtype")
     return figures | {

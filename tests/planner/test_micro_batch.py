@@ -166,7 +166,7 @@ def test_two_nano_batches(layout):
     assert first.layout.tokens.tolist() == [2, 2, 1]
     assert second.documents.tolist() == [1, 2]
     assert second.layout.tokens.tolist() == [1, 1, 2]
-    # Packed in order, ranks have rows of 3 | 2 and 1 | 1 and 2: 6, 3 + 1 and 2 + 3 pairs.
+    # Packed in order, ranks have documents of 3 | 2 | 2 and 2 rows: 6, 3 and 6 pairs.
     assert plan.summary.packed_max_over_mean == pytest.approx(6 / 5)
 
 

@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from hf_distca.dispatch.failures import Failures
 from hf_distca.dispatch.waits import Waits
-from hf_distca.refusal import RefusedError
+from hf_distca.refusal import RefusedError, SentenceError, told
 
 logger = logging.getLogger(__name__)
 
@@ -263,7 +263,7 @@ class Report(NamedTuple):
     """What other ranks learn of an error."""
 
     message: str
-    refused: bool
+    is_sentence: bool
 
 
 @contextmanager
@@ -282,15 +282,15 @@ def _raise_any(
     """Raise if any rank has an error: this rank's own if all have the same, else all messages."""
     own_report = None
     if error is not None:
-        refused = isinstance(error, RefusedError)
-        message = str(error) if refused else f"{type(error).__name__}: {error}"
-        own_report = Report(message, refused)
+        own_report = Report(told(error), isinstance(error, SentenceError))
     reports = gather(own_report)
     if error is not None and len(set(reports)) == 1:
         raise error
     failed = [(rank, report) for rank, report in enumerate(reports) if report is not None]
     if failed:
-        error_class = RefusedError if all(report.refused for _, report in failed) else ValueError
+        error_class = (
+            RefusedError if all(report.is_sentence for _, report in failed) else ValueError
+        )
         messages = [f"rank {rank}: {report.message}" for rank, report in failed]
         raise error_class("; ".join(messages)) from error
 

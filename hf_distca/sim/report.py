@@ -16,6 +16,7 @@ from hf_distca.sim.drawing import (
 )
 from hf_distca.sim.simulate import NOT_WORTH, SECONDS, columns_of, parts_of_step
 from hf_distca.sim.strategies import PLAIN
+from hf_distca.units import counted
 
 STYLE = Path(__file__).with_suffix(".css")
 POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
@@ -360,11 +361,6 @@ def plan_report(figures: Mapping[str, Any], memory: Mapping[str, Sequence[str]])
             _origin({**setting, "planned in": f"{figures['plan_ms']:.1f} ms"}),
         ],
     )
-
-
-def counted(count: int, noun: str, plural: str = "") -> str:
-    """Return a number and a noun, whose plural is `plural` or ends in s."""
-    return f"{count:,} {noun if count == 1 else plural or noun + 's'}"
 
 
 def _page(tool: str, title: str, source: str, lead: str, sections: Sequence[str]) -> str:

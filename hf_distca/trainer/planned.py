@@ -21,16 +21,18 @@ from hf_distca.pool.rank.pool import Pool
 from hf_distca.trainer import parallel, resuming
 from hf_distca.trainer.arguments import DistCAPaddedArguments
 from hf_distca.trainer.assembly import prepare_trainer
-from hf_distca.trainer.card import TAG, add_to_card
+from hf_distca.trainer.card import TAG, complete_card
 from hf_distca.trainer.checkpoints import agreed_checkpoint, warn_of_random_states
 from hf_distca.trainer.console import follow_log_level, log_choice, shorten_console
 from hf_distca.trainer.continuing import Continuation
 from hf_distca.trainer.disks import disk_errors_named
+from hf_distca.trainer.loaders import is_stream
 from hf_distca.trainer.metrics import PREFIX, Remedies, StepMeter
 from hf_distca.trainer.optimizers import check_optimizer
 from hf_distca.trainer.processes import ReadingProcesses
 from hf_distca.trainer.refusals import Run, arguments_by_name, check_arguments, check_objects
 from hf_distca.trainer.tracing import StepTracer
+from hf_distca.units import counted
 
 logger = logging.getLogger(__name__)
 
@@ -45,6 +47,8 @@ class PlannedTraining(_Trainer):
 
     packs_documents: ClassVar[bool]
     """Whether the trainer packs documents. Otherwise it gets padded batches."""
+    _packs: bool = False
+    """Whether hf_distca packs documents here; not those of a custom collator."""
     args: DistCAPaddedArguments
     model: PreTrainedModel
     dispatcher: Dispatcher
@@ -303,10 +307,19 @@ class PlannedTraining(_Trainer):
         with disk_errors_named(folder):
             super().create_model_card(**arguments)
             if self.is_world_process_zero():
-                add_to_card(
+                complete_card(
                     folder / "README.md",
+                    self._training_data(),
                     self.args,
                     self.model,
                     self.accelerator,
                     self.dispatcher.groups.ranks,
+                    packs=self._packs,
                 )
+
+    def _training_data(self) -> str:
+        """Return the training data in a few words; no collective."""
+        dataset: Any = self.train_dataset
+        if dataset is None:
+            return "unknown data"
+        return "a stream of examples" if is_stream(dataset) else counted(len(dataset), "example")

@@ -22,6 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from hf_distca.dispatch.failures import Failures
 from hf_distca.dispatch.waits import Waits
 from hf_distca.refusal import RefusedError, SentenceError, told
+from hf_distca.units import counted
 
 logger = logging.getLogger(__name__)
 
@@ -314,8 +315,8 @@ def first_difference(rank_settings: Sequence[Mapping[str, Any]]) -> tuple[str, s
 
 
 def _named(ranks: Sequence[int]) -> str:
-    """Return "rank 3", or "rank 3 and 2 others"."""
-    further_ranks = f" and {len(ranks) - 1} others" if len(ranks) > 1 else ""
+    """Return "rank 3", "rank 3 and 1 other", or "rank 3 and 2 others"."""
+    further_ranks = f" and {counted(len(ranks) - 1, 'other')}" if len(ranks) > 1 else ""
     return f"rank {ranks[0]}{further_ranks}"
 
 

@@ -177,7 +177,8 @@ def simulation_report(figures: Mapping[str, Any]) -> str:
     padded = figures.get("padded")
     if padded:
         rows = padded["columns"]
-        caption = f"Means over all batches of {padded['sequences']} sequences a rank"
+        sequences = counted(padded["sequences"], "sequence")
+        caption = f"Means over all batches of {sequences} a rank"
         table = _table(caption, list(rows[0]), [list(row.values()) for row in rows])
         padded_sections = [_section("Padded batches", [PADDED_ROWS, padded["advice"]], table)]
 
@@ -222,9 +223,10 @@ def simulation_report(figures: Mapping[str, Any]) -> str:
         f"{gain}, the best alternative" if pays else f"No gain expected: {gain}",
         "costs of the device were measured; steps, with the plans that training makes, were "
         "simulated.",
-        f"{setting['batches']:,} micro-batches of {setting['lengths']}: {figures['documents']:,} "
-        f"documents, {figures['tokens']:,} tokens. {figures['ranks']:,} ranks of "
-        f"{figures['tokens_per_rank']:,} tokens; {setting['model']}; "
+        f"{counted(setting['batches'], 'micro-batch', 'micro-batches')} of {setting['lengths']}: "
+        f"{counted(figures['documents'], 'document')}, {counted(figures['tokens'], 'token')}. "
+        f"{counted(figures['ranks'], 'rank')} of {figures['tokens_per_rank']:,} tokens; "
+        f"{setting['model']}; "
         f"{figures['profile']}.{in_groups(best)}",
         [
             advice,
@@ -238,8 +240,12 @@ def simulation_report(figures: Mapping[str, Any]) -> str:
 
 
 def _least_to_most(gain: Mapping[str, float]) -> str:
-    """Return the least and the greatest speed-up of a micro-batch, from the fields of `Gain`."""
-    return f"{gain['least']:.2f}× to {gain['most']:.2f}×"
+    """Return the least and the greatest speed-up of a micro-batch, from the fields of `Gain`.
+
+    One number if they are alike.
+    """
+    least, most = f"{gain['least']:.2f}×", f"{gain['most']:.2f}×"
+    return least if least == most else f"{least} to {most}"
 
 
 def in_groups(strategy: str) -> str:

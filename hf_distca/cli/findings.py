@@ -377,7 +377,8 @@ def check_all(*, timeout: float, as_json: bool) -> int:
     dist.destroy_process_group()
     nodes = "one"
     if len(sizes) > 1:
-        nodes = f"{len(sizes)}, of {', '.join(map(str, sorted(set(sizes))))} ranks"
+        *fewer, most = sorted(set(sizes))
+        nodes = f"{len(sizes)}, of {', '.join([*map(str, fewer), counted(most, 'rank')])}"
     common = [Finding("nodes", nodes), *link_findings(rates, nodes_of(sizes))]
     everything = [[*rank_findings, *common] for rank_findings in findings_of_ranks]
     return report(everything, rates, as_json=as_json, shown=groups.rank == 0)

@@ -20,10 +20,11 @@ from hf_distca.collator.refusals import Data
 from hf_distca.collator.sampler import fit_documents
 from hf_distca.collator.texts import TextStream
 from hf_distca.planner.bin_packing import pack_in_order
+from hf_distca.units import counted
 
 logger = logging.getLogger(__name__)
 
-TRUNCATED = "Truncated %d documents to %s = %d tokens; %d tokens are dropped."
+TRUNCATED = "Truncated %s to %s = %d tokens; %s dropped."
 
 
 class EpochStream(IterableDataset[Any]):
@@ -154,7 +155,11 @@ class StreamPacker(IterableDataset[dict[str, Any]]):
                 is_power_of_two = truncated_documents.bit_count() == 1
                 if is_power_of_two:
                     logger.warning(
-                        TRUNCATED, truncated_documents, limit_name, limit, dropped_tokens
+                        TRUNCATED,
+                        counted(truncated_documents, "document"),
+                        limit_name,
+                        limit,
+                        counted(dropped_tokens, "token"),
                     )
             for start in range(0, end, limit):
                 yield excerpt_rows(document, start, min(start + limit, end), end)

@@ -10,10 +10,11 @@ within each document alone.
 """
 
 import argparse
+import sys
 import sysconfig
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 from random import Random
 from statistics import mean, median, quantiles
@@ -109,9 +110,7 @@ def main() -> None:
     plain, planned = train_in_turns(
         Trainer(model=load(PACKED), args=plain_args, train_dataset=packed, data_collator=flatten),
         hf_distca.DistCATrainer(model=load("distca"), args=args, train_dataset=documents),
-        tqdm(
-            total=2 * options.steps, desc="Steps of both trainings", disable=hide_bars, leave=False
-        ),
+        Progress(2 * options.steps, shown=args.process_index == 0),
     )
 
     if args.process_index == 0:
@@ -247,11 +246,41 @@ class Measured(NamedTuple):
     imbalance: float
 
 
+class Progress:
+    """A bar of the steps of both trainings on a terminal; elsewhere a line after each quarter."""
+
+    def __init__(self, steps: int, *, shown: bool) -> None:
+        on_terminal = sys.stderr.isatty()
+        self._steps, self._done = steps, 0
+        self._prints_lines = shown and not on_terminal
+        self._began = time.perf_counter()
+        self._bar = tqdm(
+            total=steps,
+            desc="Steps of both trainings",
+            disable=not (shown and on_terminal),
+            leave=False,
+        )
+
+    def update(self) -> None:
+        """Count a step."""
+        self._done += 1
+        self._bar.update()
+        if self._prints_lines and self._done % max(self._steps // 4, 1) == 0:
+            seconds = time.perf_counter() - self._began
+            print(f"{self._done} of {self._steps} steps, {seconds:.0f} s", flush=True)
+
+    def close(self) -> None:
+        """Remove the bar."""
+        self._bar.close()
+
+
 class Turns(transformers.TrainerCallback):
     """Let two trainings take turns, a step each, so that other load slows both alike."""
 
-    def __init__(self, trainer: Trainer, bar: tqdm, mine: Semaphore, others: Semaphore) -> None:
-        self._trainer, self._bar, self._mine, self._others = trainer, bar, mine, others
+    def __init__(
+        self, trainer: Trainer, progress: Progress, mine: Semaphore, others: Semaphore
+    ) -> None:
+        self._trainer, self._progress, self._mine, self._others = trainer, progress, mine, others
         self._seconds: list[float] = []
         self._busy: list[float] = []
         trainer.remove_callback(transformers.PrinterCallback)
@@ -272,7 +301,7 @@ class Turns(transformers.TrainerCallback):
         """Note the times of the step, and wait for the next turn."""
         self._seconds.append(time.perf_counter() - self._began[0])
         self._busy.append(busy_seconds() - self._began[1])
-        self._bar.update()
+        self._progress.update()
         self._others.release()
         self._take_turn()
 
@@ -300,11 +329,11 @@ def busy_seconds() -> float:
     return (int(on_a_core) + int(for_a_core)) / 1e9
 
 
-def train_in_turns(first: Trainer, second: Trainer, bar: tqdm) -> list[Measured]:
-    """Train with both, a step of one after a step of the other; the bar counts all steps."""
+def train_in_turns(first: Trainer, second: Trainer, progress: Progress) -> list[Measured]:
+    """Train with both, a step of one after a step of the other."""
     may_step = Semaphore(1), Semaphore(0)
-    turns = [Turns(first, bar, *may_step), Turns(second, bar, *reversed(may_step))]
-    with bar, ThreadPoolExecutor(2) as pool:
+    turns = [Turns(first, progress, *may_step), Turns(second, progress, *reversed(may_step))]
+    with closing(progress), ThreadPoolExecutor(2) as pool:
         for training in [pool.submit(each.train) for each in turns]:
             training.result()
     return [each.measured() for each in turns]

@@ -1,4 +1,4 @@
-"""Entries of the tables that list what hf_distca refuses, and the one form of their messages.
+"""Errors whose message is a whole sentence; tables of what hf_distca refuses, and their one form.
 
 Each stage has one table: arguments, launch and resuming in `trainer/refusals.py`, models in
 `models/refusals.py`, data sets in `collator/refusals.py`, and batches in `batches/refusals.py`. The
@@ -10,11 +10,20 @@ from dataclasses import dataclass, field
 from typing import Any
 
 
-class RefusedError(ValueError):
-    """What is given cannot work.
+class SentenceError(Exception):
+    """Error whose message is a whole sentence that needs no traceback."""
 
-    The message is a whole sentence that needs no traceback, the same on every rank.
-    """
+    is_of_every_rank = True
+    """Whether all ranks raise it, so that the first one alone prints it."""
+
+
+def told(error: BaseException) -> str:
+    """Return what other ranks are told of an error: its sentence, or its class and message."""
+    return str(error) if isinstance(error, SentenceError) else f"{type(error).__name__}: {error}"
+
+
+class RefusedError(SentenceError, ValueError):
+    """What is given cannot work; the message is the same on every rank."""
 
 
 class PackageError(RefusedError, ImportError):

@@ -1,4 +1,4 @@
-"""One line for a training that is refused or interrupted, instead of a traceback on every rank."""
+"""One line where a traceback on every rank says no more: a refusal, a full disk, Ctrl-C."""
 
 import argparse
 import signal
@@ -11,7 +11,7 @@ from typing import NoReturn, ParamSpec, TypeVar
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from hf_distca.progress import is_first_rank
-from hf_distca.refusal import RefusedError
+from hf_distca.refusal import RefusedError, SentenceError
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
@@ -30,9 +30,10 @@ def record(main: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
     ```
 
     The launcher shows the error in its last lines. Where hf_distca refuses what it is given, or
-    argparse refuses an option, rank 0 prints the sentence and other ranks print nothing. Where
-    Ctrl-C interrupts the function, rank 0 prints that. Any other error keeps its traceback on its
-    rank.
+    argparse refuses an option, rank 0 prints the sentence and other ranks print nothing. Where a
+    disk is full, the rank that found it so prints that. Where Ctrl-C interrupts the function, rank
+    0 prints that. Any other error keeps its traceback on its rank; of the ranks that stop because
+    of it, rank 0 alone prints why.
     """
 
     @wraps(main)
@@ -42,15 +43,15 @@ def record(main: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
         try:
             with _options_refused():
                 return main(*args, **kwargs)
-        except RefusedError as error:
+        except SentenceError as error:
             # The launcher's report would begin with the traceback, if there were one.
             error.__traceback__ = error.__cause__ = error.__context__ = None
             handler.record_exception(error)
-            _end(str(error), 1)
-        except KeyboardInterrupt:
+            _end(str(error), 1, prints=is_first_rank() or not error.is_of_every_rank)
+        except KeyboardInterrupt as error:
             # The launcher interrupts its processes a second time.
             signal.signal(signal.SIGINT, signal.SIG_IGN)
-            _end("interrupted", INTERRUPTED)
+            _end(str(error) or "interrupted", INTERRUPTED, prints=is_first_rank())
         except Exception as error:
             handler.record_exception(error)
             raise
@@ -74,8 +75,8 @@ def _options_refused() -> Iterator[None]:
         argparse.ArgumentParser.error = before  # type: ignore[method-assign]
 
 
-def _end(sentence: str, code: int) -> NoReturn:
-    """End the process; rank 0 prints why."""
-    if is_first_rank():
+def _end(sentence: str, code: int, *, prints: bool) -> NoReturn:
+    """End the process, and print why on some ranks."""
+    if prints:
         print(sentence, file=sys.stderr, flush=True)
     sys.exit(code)

@@ -1,6 +1,6 @@
-"""Read values as people write them.
+"""Read values, and write numbers with their nouns, as people write them.
 
-These are tokens such as "32k", bytes such as "128MiB", and on, off or "auto".
+Values are tokens such as "32k", bytes such as "128MiB", and on, off or "auto".
 """
 
 import re
@@ -21,6 +21,11 @@ AUTO: Final = "auto"
 """Value that lets the library choose."""
 EXTERNAL: Final = "external"
 """Value for attention servers that are started separately."""
+
+
+def counted(count: int, noun: str, plural: str = "") -> str:
+    """Return a number and a noun, whose plural is `plural` or ends in s."""
+    return f"{count:,} {noun if count == 1 else plural or noun + 's'}"
 
 
 class UnitError(ArgumentTypeError, RefusedError):

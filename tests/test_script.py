@@ -3,14 +3,18 @@ fails.
 """
 
 import argparse
+import errno
 import json
+import os
 import signal
 
 import pytest
 
 import hf_distca
+from hf_distca.dispatch.failures import OtherRankError
 from hf_distca.kernel_names import MissingPackageError
 from hf_distca.refusal import PackageError, Refusal, RefusedError
+from hf_distca.trainer.disks import disk_errors_named
 from hf_distca.units import read_tokens
 
 REFUSAL = Refusal("x=1 is set", "it has no effect", "set x=0")
@@ -36,6 +40,10 @@ def fail(kind: str) -> None:
         read_tokens("32q")
     if kind == "option":
         argparse.ArgumentParser("train.py").parse_args(["--nosuch"])
+    if kind == "other rank":
+        raise OtherRankError("rank 3 failed: ValueError: boom")
+    if kind == "explained":
+        raise KeyboardInterrupt("interrupted after step 1")
     if kind == "package":
         raise PackageError("install trl")
     if kind == "crash":
@@ -52,7 +60,9 @@ def fail(kind: str) -> None:
         ("unit", 1, "must be a number of tokens, such as 32768 or '32k', got '32q'"),
         ("option", 1, "train.py: error: unrecognized arguments: --nosuch"),
         ("package", 1, "install trl"),
+        ("other rank", 1, "rank 3 failed: ValueError: boom"),
         ("interrupted", 130, "interrupted"),
+        ("explained", 130, "interrupted after step 1"),
     ],
 )
 def test_rank_0_prints_one_line_and_others_print_nothing(
@@ -63,12 +73,24 @@ def test_rank_0_prints_one_line_and_others_print_nothing(
     assert ended.value.code == code
     assert capsys.readouterr() == ("", f"{sentence}\n" if rank == 0 else "")
     file = tmp_path / "error.json"
-    assert file.exists() is (kind != "interrupted")
+    assert file.exists() is (code == 1)
     if (
         file.exists()
     ):  # the launcher shows the call stack: it is the sentence alone, with the name of its class
         (line,) = json.loads(file.read_text())["message"]["extraInfo"]["py_callstack"].splitlines()
         assert line.endswith(f"Error: {sentence}")
+
+
+def test_a_full_disk_is_one_line_of_the_rank_that_found_it(rank, capsys, tmp_path):
+    def fill() -> None:
+        with disk_errors_named(tmp_path):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with pytest.raises(SystemExit):
+        hf_distca.record(fill)()
+    _, line = capsys.readouterr()
+    why = f"disk full: {tmp_path} is incomplete (No space left on device)"
+    assert line == f"{why}; free disk space or set another output_dir\n"
 
 
 @pytest.mark.parametrize(("kind", "error"), [("crash", RuntimeError), ("bug", ValueError)])

@@ -28,6 +28,7 @@ from hf_distca.models import fla
 from hf_distca.plan.nodes import node_sizes, nodes_of
 from hf_distca.predict.links import link_rates
 from hf_distca.progress import terminal_status
+from hf_distca.units import counted
 
 CONNECT = (
     "connect the ranks first: see GLOO_SOCKET_IFNAME above, the launch, and for NCCL "
@@ -172,7 +173,7 @@ def _requirement_finding(need: Requirement, extra: str, version: str | None) -> 
 
 def device_findings(device: torch.device, processes: int) -> list[Finding]:
     """Return findings on the device and its kernel, on a host with `processes` processes."""
-    text = f"cpu, {os.cpu_count()} cores"
+    text = f"cpu, {counted(os.cpu_count() or 1, 'core')}"
     change = ""
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
@@ -300,7 +301,7 @@ def _threads_finding(local: int, *, cores: int, threads: int, cuda: bool) -> Fin
     """Return a finding on the threads of `local` processes on a host."""
     if local == 1:
         return Finding("OMP_NUM_THREADS", f"{threads}")
-    text = f"{threads} threads in each of {local} processes on {cores} cores"
+    text = f"{counted(threads, 'thread')} in each of {local} processes on {counted(cores, 'core')}"
     fitting_threads = max(cores // local, 1)
     change = ""
     if local * threads > cores and not cuda:
@@ -376,7 +377,8 @@ def check_all(*, timeout: float, as_json: bool) -> int:
     dist.destroy_process_group()
     nodes = "one"
     if len(sizes) > 1:
-        nodes = f"{len(sizes)}, of {', '.join(map(str, sorted(set(sizes))))} ranks"
+        *fewer, most = sorted(set(sizes))
+        nodes = f"{len(sizes)}, of {', '.join([*map(str, fewer), counted(most, 'rank')])}"
     common = [Finding("nodes", nodes), *link_findings(rates, nodes_of(sizes))]
     everything = [[*rank_findings, *common] for rank_findings in findings_of_ranks]
     return report(everything, rates, as_json=as_json, shown=groups.rank == 0)

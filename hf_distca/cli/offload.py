@@ -14,6 +14,7 @@ from hf_distca.planner.settings import PlanSettings
 from hf_distca.predict.profile import DeviceProfile
 from hf_distca.predict.setup import Setup
 from hf_distca.predict.walk import predict_plan
+from hf_distca.units import counted
 
 HOST_BANDWIDTH = 55e9
 """Bytes a second between pinned host memory and a GPU, each way (measured on an H200)."""
@@ -77,8 +78,8 @@ def offload_lines(figures: dict[str, Any]) -> Iterator[str]:
     """Yield the lines of the table of a step with offloaded checkpoints, from `offload_of`."""
     rows = {
         f"offloaded under {figures['strategy']}": (
-            f"{figures['layers']} layers, {figures['host_bytes'] / GB:.1f} GB of host memory a "
-            f"rank, {figures['host_bytes_of_node'] / GB:.1f} GB a node"
+            f"{counted(figures['layers'], 'layer')}, {figures['host_bytes'] / GB:.1f} GB of host "
+            f"memory a rank, {figures['host_bytes_of_node'] / GB:.1f} GB a node"
         ),
         "copy of a layer, each way": (
             f"{figures['layer_bytes'] / GB:.3f} GB, {figures['layer_copy_seconds'] * 1e3:.1f} ms; "

@@ -35,7 +35,7 @@ from hf_distca.plan.cost import as_lengths
 from hf_distca.plan.metrics import bytes_by_link, exchange_figures, loads_of
 from hf_distca.plan.nodes import NETWORK_BANDWIDTH, NODE_BANDWIDTH
 from hf_distca.plan.stages import rows_by_stage
-from hf_distca.planner.build import loads_as_packed
+from hf_distca.planner.build import packed_in_order
 from hf_distca.planner.layout import check_capacity
 from hf_distca.planner.micro_batch import plan_micro_batch, plan_placed
 from hf_distca.planner.settings import PlanSettings
@@ -43,6 +43,7 @@ from hf_distca.predict.profile import DeviceProfile
 from hf_distca.progress import TORCH_AND_TRANSFORMERS, importing, terminal_status
 from hf_distca.sim.lengths import histogram
 from hf_distca.sim.report import plan_report
+from hf_distca.units import counted
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -360,7 +361,7 @@ def _figures(
     if not options.report:
         return figures
     lengths = np.array(documents, np.int64)
-    packed = loads_as_packed(lengths, settings)
+    packed = loads_of(packed_in_order(lengths, settings).plans[kind])
     sent, received = moved.sum(axis=0)
     shown = ("lengths", "ranks", "tokens_per_rank", *PLANNED, "attention_kernel", "dtype")
     return figures | {
@@ -416,12 +417,15 @@ def _table(
 
     documents = sum(len(nano.documents) for nano in plan.nano_batches)
     cuts = sum(len(nano.layout.segments) for nano in plan.nano_batches) - documents
-    divided = ("1 nano-batch", "2 nano-batches")[len(plan.nano_batches) - 1]
+    divided = counted(len(plan.nano_batches), "nano-batch", "nano-batches")
     lines = {
-        "documents": f"{documents}, {int(plan.tokens.sum())} tokens, {cuts} cuts, {divided}",
+        "documents": (
+            f"{documents:,} of {counted(int(plan.tokens.sum()), 'token')}, {counted(cuts, 'cut')}, "
+            f"{divided}"
+        ),
         "layout": (
-            f"{settings.document_layout}, {options.ranks} ranks of at most "
-            f"{options.tokens_per_rank} tokens"
+            f"{settings.document_layout}, {counted(options.ranks, 'rank')} of at most "
+            f"{counted(options.tokens_per_rank, 'token')}"
         ),
         "attention, max / mean": f"{figures['max_over_mean']:.4f}",
         "tokens, max / mean": f"{figures['tokens_max_over_mean']:.4f}",
@@ -443,7 +447,7 @@ def _table(
     lines |= {
         "stages of a layer's K and V": f"{figures['stages']}",
         "exchange buffers, busiest rank": mb("exchange_buffers"),
-        "tasks": f"{figures['tasks']}, the smallest of {figures['min_rows']} rows",
+        "tasks": f"{figures['tasks']:,}, the smallest of {counted(figures['min_rows'], 'row')}",
         f"tasks below {options.balance_block_size} rows": f"{figures['tasks_below_block']}",
         "planned in": f"{figures['plan_ms']:.1f} ms",
     }
@@ -452,7 +456,8 @@ def _table(
         without = f"{mixing['runs_unpacked']} without a kernel that takes packed documents"
         lines |= {
             "mixing layers": (
-                f"{mixing['layers']}, {mixing['segments']} segments of cut documents on all ranks"
+                f"{mixing['layers']}, {counted(mixing['segments'], 'segment')} of cut documents on "
+                "all ranks"
             ),
             "kernel runs, busiest rank": f"{runs} a layer; {without}",
             "state that a cut moves": f"{mixing['state_bytes'] / 1e6:.2f} MB a layer",

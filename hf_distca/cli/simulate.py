@@ -47,7 +47,7 @@ from hf_distca.sim.padded import (
 from hf_distca.sim.report import simulation_report
 from hf_distca.sim.simulate import SECONDS, Simulation, columns_of, simulate
 from hf_distca.sim.trees import DrawnBatch
-from hf_distca.units import AUTO
+from hf_distca.units import AUTO, counted
 
 DESCRIPTION = f"""\
 Predict the time of a training step for documents like yours, without a GPU, by each strategy: plain
@@ -289,16 +289,15 @@ def _table(figures: Mapping[str, Any]) -> str:
     padded = figures.get("padded")
     padded_lines: list[str] = []
     if padded is not None:
-        title = (
-            f"Padded batches of {padded['sequences']} sequences a rank. Rows: those that all ranks "
-            "compute."
-        )
+        sequences = counted(padded["sequences"], "sequence")
+        title = f"Padded batches of {sequences} a rank. Rows: those that all ranks compute."
         padded_lines = ["", wrapped(title), *_aligned(padded["columns"])]
         advice.append(padded["advice"])
-    batches = f"{figures['documents']:,} documents, {figures['tokens']:,} tokens"
+    documents = counted(figures["documents"], "document")
+    tokens = counted(figures["tokens"], "token")
     first = (
-        f"{batches}; {figures['ranks']} ranks of {figures['tokens_per_rank']:,} tokens; "
-        f"{figures['profile']}"
+        f"{documents}, {tokens}; {counted(figures['ranks'], 'rank')} of "
+        f"{figures['tokens_per_rank']:,} tokens; {figures['profile']}"
     )
     simulated = f"simulated in {figures['simulated_in']:.1f} s"
     wrapped_advice = map(wrapped, advice)

@@ -10,6 +10,7 @@ from hf_distca.cli import InputError
 from hf_distca.cli.options import check_writable, write
 from hf_distca.progress import terminal_status
 from hf_distca.timeline.steps import RankStep, read_traces, steps_of, svg_of
+from hf_distca.units import counted
 
 DESCRIPTION = """\
 Join the traces of all ranks and show one step: the time that each rank spent in core attention, in
@@ -101,7 +102,7 @@ def _print_table(
     """Print a line of milliseconds for each rank: activities, and other time by section."""
     clocks = f", clocks within {clock_error_ms:.2g} ms" if len(steps) > 1 else ""
     duration_ms = (max(step.end for step in steps) - min(step.begin for step in steps)) / 1e6
-    print(f"{name}: {duration_ms:.1f} ms, {len(steps)} ranks{clocks}")
+    print(f"{name}: {duration_ms:.1f} ms, {counted(len(steps), 'rank')}{clocks}")
     activities = ("step", "attention", "waits", "other")
     sections = list(steps[0].others)
     equals = " =" if sections else ""

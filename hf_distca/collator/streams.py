@@ -21,6 +21,7 @@ from hf_distca.collator.refusals import Data
 from hf_distca.collator.sampler import fit_documents
 from hf_distca.collator.texts import TextStream
 from hf_distca.planner.bin_packing import pack_in_order
+from hf_distca.units import counted
 
 logger = logging.getLogger(__name__)
 
@@ -28,7 +29,7 @@ NOTHING_READ = 0
 """In place of the hash of a first document, where there was none."""
 HEX_DIGITS = 15
 """Digits of a hash, which 64 bits with a sign can hold."""
-TRUNCATED = "Truncated %d documents to %s = %d tokens; %d tokens are dropped."
+TRUNCATED = "Truncated %s to %s = %d tokens; %s dropped."
 
 
 class EpochStream(IterableDataset[Any]):
@@ -177,7 +178,11 @@ class StreamPacker(IterableDataset[dict[str, Any]]):
                 is_power_of_two = truncated_documents.bit_count() == 1
                 if is_power_of_two:
                     logger.warning(
-                        TRUNCATED, truncated_documents, limit_name, limit, dropped_tokens
+                        TRUNCATED,
+                        counted(truncated_documents, "document"),
+                        limit_name,
+                        limit,
+                        counted(dropped_tokens, "token"),
                     )
             for start in range(0, end, limit):
                 yield excerpt_rows(document, start, min(start + limit, end), end)

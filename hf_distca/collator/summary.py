@@ -3,6 +3,8 @@
 import numpy as np
 from numpy.typing import NDArray
 
+from hf_distca.units import counted
+
 
 def documents_summary(name: str, lengths: NDArray[np.int64], excerpts: NDArray[np.void]) -> str:
     """Return one line about the documents that a training packs.
@@ -13,8 +15,8 @@ def documents_summary(name: str, lengths: NDArray[np.int64], excerpts: NDArray[n
         excerpts: [excerpts] of dtype EXCERPT, from `fit_documents`.
     """
     total_tokens = int(lengths.sum())
-    documents = _counted(len(lengths), "document")
-    tokens = _counted(total_tokens, "token")
+    documents = counted(len(lengths), "document")
+    tokens = counted(total_tokens, "token")
     spread = f"median length {np.median(lengths):,.0f}, longest {lengths.max():,}"
     summary = f"{name}: {documents}, {tokens}; {spread}"
     sizes = excerpts["stop"] - excerpts["start"]  # [excerpts]
@@ -23,18 +25,12 @@ def documents_summary(name: str, lengths: NDArray[np.int64], excerpts: NDArray[n
     long_count = int((lengths > limit).sum())
     if long_count == 0:
         return f"{summary}; no document is cut"
-    long_documents = f"{_counted(long_count, 'document')} of more than {limit:,} tokens"
+    long_documents = f"{counted(long_count, 'document')} of more than {limit:,} tokens"
     dropped = total_tokens - int(sizes.sum())
     if dropped > 0:
-        dropped_tokens = f"{_counted(dropped, 'token')} ({dropped / total_tokens:.1%})"
+        dropped_tokens = f"{counted(dropped, 'token')} ({dropped / total_tokens:.1%})"
         return f"{summary}; long_documents='truncate' drops {dropped_tokens} of {long_documents}"
     # Every other document is one excerpt.
     pieces_count = len(excerpts) - (len(lengths) - long_count)
     pieces = f"{pieces_count:,} excerpts, which do not attend to each other"
     return f"{summary}; long_documents='split' cuts {long_documents} into {pieces}"
-
-
-def _counted(number: int, noun: str) -> str:
-    """Return a number with its noun, such as "1 token" and "2,000 tokens"."""
-    ending = "" if number == 1 else "s"
-    return f"{number:,} {noun}{ending}"

@@ -2,13 +2,14 @@
 
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 import torch.distributed as dist
 
 from hf_distca.dispatch.signs import StoreLine
 from hf_distca.dispatch.waits import Waits, says_that_another_is_gone
+from hf_distca.refusal import SentenceError, told
 
 logger = logging.getLogger(__name__)
 
@@ -16,6 +17,10 @@ WAIT_S = 5.0
 """Seconds to look for the error of a lost partner; the partner leaves the error before its
 connections close."""
 _PAUSE_S = 0.05
+
+
+class OtherRankError(SentenceError, RuntimeError):
+    """Another rank failed; this rank stops because of it."""
 
 
 class Failures:
@@ -34,7 +39,7 @@ class Failures:
     def reported(self, place: str = "the training loop") -> Iterator[None]:
         """Leave this rank's error for other ranks.
 
-        Raise RuntimeError with another's if this rank only lost that rank.
+        Raise OtherRankError with another's if this rank only lost that rank.
 
         Every rank enters the context at the same point. A nested context belongs to the outermost
         one. A rank that lost a silent rank raises RankLost, which says which rank is silent and
@@ -58,40 +63,43 @@ class Failures:
     def _raise_for(self, error: Exception, line: StoreLine) -> None:
         """Raise why another rank failed or is silent.
 
-        Do nothing unless the error only says that another rank is gone.
+        Do nothing unless the error only says that another rank is gone, or is one that several
+        ranks may have and another one reports.
         """
         others = self._exchanged(error, line)
-        if others:
-            raise RuntimeError("; ".join(others)) from error
+        if others:  # where this rank lost them says no more
+            raise OtherRankError("; ".join(others)) from None
         if says_that_another_is_gone(error):
             raise self._waits.explained(error) from error
 
     def _exchanged(self, error: Exception, line: StoreLine) -> list[str]:
         """Leave an error of this rank itself.
 
-        Else return other ranks' errors as soon as any rank has one.
+        Else return other ranks' errors as soon as any rank has one. Of errors such as a full disk,
+        which several ranks find, that of the first rank stands for all.
         """
         key = f"failures/{self._begun}/"
         rank = self._waits.rank
 
-        def found(store: dist.Store) -> list[str]:
-            others = [
-                other
-                for other in range(self._waits.ranks)
+        def left_by(store: dist.Store, others: Iterable[int]) -> list[str]:
+            return [
+                f"rank {other} failed: {store.get(f'{key}{other}').decode()}"
+                for other in others
                 if other != rank and store.check([f"{key}{other}"])
             ]
-            return [
-                f"rank {other} failed: {store.get(f'{key}{other}').decode()}" for other in others
-            ]
+
+        def leave(store: dist.Store) -> list[str]:
+            store.set(f"{key}{rank}", told(error))
+            if not isinstance(error, SentenceError) or error.is_of_every_rank:
+                return []
+            return left_by(store, [int(store.compare_set(f"{key}first", "", str(rank)))])
 
         try:
             if not says_that_another_is_gone(error):
-                message = f"{type(error).__name__}: {error}"
-                line.ask(lambda store: store.set(f"{key}{rank}", message), WAIT_S)
-                return []
+                return line.ask(leave, WAIT_S)
             end = time.monotonic() + self._wait_s
             while True:
-                others = line.ask(found, WAIT_S)
+                others = line.ask(lambda store: left_by(store, range(self._waits.ranks)), WAIT_S)
                 if others or time.monotonic() > end:
                     return others
                 time.sleep(_PAUSE_S)

@@ -21,7 +21,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from hf_distca.dispatch.failures import Failures
 from hf_distca.dispatch.waits import Waits
-from hf_distca.refusal import RefusedError
+from hf_distca.refusal import RefusedError, SentenceError, told
+from hf_distca.units import counted
 
 logger = logging.getLogger(__name__)
 
@@ -263,7 +264,7 @@ class Report(NamedTuple):
     """What other ranks learn of an error."""
 
     message: str
-    refused: bool
+    is_sentence: bool
 
 
 @contextmanager
@@ -282,15 +283,15 @@ def _raise_any(
     """Raise if any rank has an error: this rank's own if all have the same, else all messages."""
     own_report = None
     if error is not None:
-        refused = isinstance(error, RefusedError)
-        message = str(error) if refused else f"{type(error).__name__}: {error}"
-        own_report = Report(message, refused)
+        own_report = Report(told(error), isinstance(error, SentenceError))
     reports = gather(own_report)
     if error is not None and len(set(reports)) == 1:
         raise error
     failed = [(rank, report) for rank, report in enumerate(reports) if report is not None]
     if failed:
-        error_class = RefusedError if all(report.refused for _, report in failed) else ValueError
+        error_class = (
+            RefusedError if all(report.is_sentence for _, report in failed) else ValueError
+        )
         messages = [f"rank {rank}: {report.message}" for rank, report in failed]
         raise error_class("; ".join(messages)) from error
 
@@ -314,8 +315,8 @@ def first_difference(rank_settings: Sequence[Mapping[str, Any]]) -> tuple[str, s
 
 
 def _named(ranks: Sequence[int]) -> str:
-    """Return "rank 3", or "rank 3 and 2 others"."""
-    further_ranks = f" and {len(ranks) - 1} others" if len(ranks) > 1 else ""
+    """Return "rank 3", "rank 3 and 1 other", or "rank 3 and 2 others"."""
+    further_ranks = f" and {counted(len(ranks) - 1, 'other')}" if len(ranks) > 1 else ""
     return f"rank {ranks[0]}{further_ranks}"
 
 

@@ -201,7 +201,7 @@ class PlanSummary:
     Max is the pairs of the busiest rank.
     """
 
-    packed_max_over_mean: float  # if each rank computed its share of the documents packed in order
+    packed_max_over_mean: float  # of the same documents packed in order
     max_over_mean: float
     exchange: ExchangeFigures
 
@@ -215,7 +215,7 @@ class PlanChoice:
     tolerance: float
     seconds: float  # of the forward and backward
     attention: tuple[float, ...]  # [ranks] seconds of core attention
-    packed_seconds: float = 0.0  # if each rank computed its share of the documents packed in order
+    packed_seconds: float = 0.0  # of the same documents packed in order, with their exchanges
 
 
 @dataclass(frozen=True, eq=False)

@@ -15,8 +15,7 @@ from hf_distca.plan import (
     PlanChoice,
     PlanSummary,
 )
-from hf_distca.plan.cost import pairs
-from hf_distca.plan.intervals import IntArray, local_tasks, row_counts
+from hf_distca.plan.intervals import IntArray, local_tasks
 from hf_distca.plan.metrics import exchange_figures, loads_of
 from hf_distca.plan.stages import usual_stages, with_stages
 from hf_distca.planner.balance import balance
@@ -26,7 +25,6 @@ from hf_distca.planner.joint import joint_layout
 from hf_distca.planner.layout import fixed_layout, layout_of_kind, mirrored
 from hf_distca.planner.settings import PlanSettings
 from hf_distca.predict.counts import CountedPlan, count_nano_batches
-from hf_distca.predict.seconds import DIAGONAL_ROWS, FloatArray, StepCosts, Tasks
 
 SMALLEST_SHARE = 0.25
 """Least share of a rank's tokens in a nano-batch of whole documents; fewer hide almost nothing, but
@@ -161,18 +159,57 @@ def _balanced(
     return tuple(nano_batches)
 
 
+def packed_in_order(
+    lengths: IntArray, settings: PlanSettings, forest: Forest | None = None
+) -> NanoBatch:
+    """Return documents packed in order, with nothing moved for balance: what a plan is compared to.
+
+    Each rank has whole documents, with tokens as equal as possible, be they more than
+    tokens_per_rank. Where a document is longer than that, documents are cut where a rank's share
+    ends.
+    """
+    rank_lengths = [lengths.tolist()]
+    if int(lengths.max()) <= settings.tokens_per_rank:
+        # A document is on the rank on whose share its middle lies.
+        stops = np.cumsum(lengths)
+        twice_middles = 2 * stops - lengths
+        rank_of_document = twice_middles * settings.ranks // (2 * stops[-1])
+        first_documents = np.searchsorted(rank_of_document, np.arange(1, settings.ranks))
+        rank_lengths = [part.tolist() for part in np.split(lengths, first_documents)]
+    return _left_on_ranks(fixed_layout(rank_lengths, settings.ranks), settings, forest)
+
+
+def left_in_place(rank_lengths: Sequence[Sequence[int]], settings: PlanSettings) -> NanoBatch:
+    """Return documents that stay where they lie, with nothing moved for balance.
+
+    Args:
+        rank_lengths: [ranks] lengths of each rank's documents.
+    """
+    return _left_on_ranks(fixed_layout(rank_lengths), settings, None)
+
+
+def _left_on_ranks(whole_trees: Layout, settings: PlanSettings, forest: Forest | None) -> NanoBatch:
+    """Return the nano-batch in which every rank computes the rows that it holds."""
+    numbers = np.arange(len(whole_trees.lengths))
+    documents, layout = with_branches(numbers, whole_trees, forest)
+    plans = {
+        kind: replace(local_plan(layout, kind), nodes=settings.nodes) for kind in settings.kinds
+    }
+    return NanoBatch(documents, layout, plans)
+
+
 def finished(
-    lengths: IntArray,
     nano_batches: Sequence[NanoBatch],
+    packed: NanoBatch,
     settings: PlanSettings,
     stages: int | None = None,
     choice: PlanChoice | None = None,
     counts: Sequence[Mapping[AttentionKind, CountedPlan]] = (),
-    forest: Forest | None = None,
 ) -> MicroBatchPlan:
     """Divide K/V rows of balanced nano-batches into stages, and add figures for logs.
 
     Args:
+        packed: the same documents, with nothing moved for balance.
         stages: approximate number of stages, which may take several buffers; None for the usual
             number.
         counts: for each nano-batch, the counts of its plans; none to count them.
@@ -196,7 +233,7 @@ def finished(
         staged.append(replace(nano_batch, plans=plans))
     # 2. Figures of the costliest kind of attention, over all nano-batches.
     kind = settings.dominant_kind
-    packed_loads = loads_as_packed(lengths, settings, forest)
+    packed_loads = loads_of(packed.plans[kind])
     loads = np.sum([loads_of(nano_batch.plans[kind]) for nano_batch in nano_batches], axis=0)
     forward_bytes = np.sum(
         [counts_of_kinds[kind].forward_bytes for counts_of_kinds in counts], axis=0
@@ -207,62 +244,3 @@ def finished(
         exchange=exchange_figures(forward_bytes, nodes),
     )
     return MicroBatchPlan(tuple(staged), summary, choice=choice)
-
-
-def packed_seconds(
-    lengths: IntArray, settings: PlanSettings, costs: StepCosts, forest: Forest | None = None
-) -> float:
-    """Return the seconds of documents packed in order, without exchanges.
-
-    Runs of mixing layers are left out, too.
-    """
-    packed = _packed(lengths, settings, forest)
-    launches = costs.depth * costs.launches * (1 + costs.backward_factor)
-    seconds = packed.tokens * costs.token + launches
-    for kind_costs in costs.kinds:
-        tasks = _packed_tasks(packed, kind_costs.kind)
-        kernel_s = kind_costs.forward.seconds(tasks) + kind_costs.backward.seconds(tasks)
-        seconds = seconds + kind_costs.layers * kernel_s
-    seconds = seconds * np.array(costs.slowness or 1.0)
-    return costs.until_done(seconds, float(seconds.max()))
-
-
-def _packed_tasks(packed: Layout, kind: AttentionKind) -> Tasks:
-    """Return [ranks] one kernel call of each rank, with a task for each of its segments.
-
-    A task reads the K/V rows of its segment, and of the document before the segment.
-    """
-    segments = layout_of_kind(packed, kind).segments
-    starts = segments["start"]
-    stops = segments["stop"]
-    rows = row_counts(segments)
-    keys = stops if kind.window is None else np.minimum(stops, rows + kind.window - 1)
-
-    def total(amount: IntArray) -> FloatArray:
-        return np.bincount(segments["rank"], amount, packed.ranks).astype(float)
-
-    return Tasks(
-        rows=total(rows),
-        keys=total(keys),
-        pairs=total(pairs(starts, stops, kind.window)),
-        calls=np.ones(packed.ranks),
-        diagonal=total(rows * np.minimum(rows, DIAGONAL_ROWS)),
-        tasks=total(np.ones_like(rows)),
-    )
-
-
-def loads_as_packed(
-    lengths: IntArray, settings: PlanSettings, forest: Forest | None = None
-) -> IntArray:
-    """Return [ranks] int64: query-key pairs if documents are packed in order.
-
-    The pairs are those of a layer of the dominant kind.
-    """
-    return loads_of(local_plan(_packed(lengths, settings, forest), settings.dominant_kind))
-
-
-def _packed(lengths: IntArray, settings: PlanSettings, forest: Forest | None) -> Layout:
-    """Return the layout of documents that are packed in order."""
-    packed = fixed_layout([lengths.tolist()], settings.ranks)
-    _, layout = with_branches(np.arange(len(lengths)), packed, forest)
-    return layout

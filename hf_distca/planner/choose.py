@@ -38,10 +38,11 @@ from hf_distca.plan.stages import usual_stages
 from hf_distca.planner.branches import Forest, seconds_of
 from hf_distca.planner.build import (
     finished,
+    left_in_place,
     lengths_of,
     nano_batches_as_set,
     nano_batches_placed,
-    packed_seconds,
+    packed_in_order,
 )
 from hf_distca.planner.groups import (
     LONG_SHARE,
@@ -145,7 +146,7 @@ def choose(
     if fastest is None:  # no group can be laid out
         fastest = fastest_of(search.as_set(), search.planned)
     assert fastest is not None
-    return search.finished(fastest)
+    return search.finished(fastest, packed_in_order(lengths, settings, forest))
 
 
 def choose_placed(
@@ -162,7 +163,7 @@ def choose_placed(
     search = _Search(lengths_of(rank_lengths), settings, choices, fixed_nano_batches)
     fastest = fastest_of(search.as_set(), search.planned)
     assert fastest is not None
-    return search.finished(fastest)
+    return search.finished(fastest, left_in_place(rank_lengths, settings))
 
 
 def fastest_of(
@@ -421,10 +422,16 @@ class _Search:
         nano_batches = self._nano_batches(candidate)
         if nano_batches is None:
             return None
+        return PlannedCandidate(candidate, nano_batches, *self._predicted(nano_batches))
+
+    def _predicted(
+        self, nano_batches: Sequence[NanoBatch]
+    ) -> tuple[list[dict[AttentionKind, CountedPlan]], int | None, Walked]:
+        """Return counts of nano-batches, the faster number of stages, and the predicted step."""
         settings = self._settings
         counts = count_nano_batches(nano_batches, settings.bytes_per_value, settings.node_of_ranks)
         step, stages = self._fastest_stages(nano_batches, counts, (None, 1))
-        return PlannedCandidate(candidate, nano_batches, counts, stages, step)
+        return counts, stages, step
 
     def _nano_batches(self, candidate: Candidate) -> tuple[NanoBatch, ...] | None:
         """Lay out and balance the documents of a candidate, in one stage.
@@ -513,25 +520,22 @@ class _Search:
 
     # 4. The plan that is taken.
 
-    def finished(self, fastest: PlannedCandidate) -> MicroBatchPlan:
-        """Return the plan of a candidate in the number of stages that is fastest."""
+    def finished(self, fastest: PlannedCandidate, packed: NanoBatch) -> MicroBatchPlan:
+        """Return the plan of a candidate in the number of stages that is fastest.
+
+        Args:
+            packed: the same documents, with nothing moved for balance.
+        """
         nano_batches = fastest.nano_batches
         options = (fastest.stages, *OTHER_STAGES[len(nano_batches)])
         step, stages = self._fastest_stages(nano_batches, fastest.counts, options)
+        _, _, packed_step = self._predicted((packed,))
         choice = PlanChoice(
             group=max(fastest.candidate.placing.sizes),
             nano_batches=len(nano_batches),
             tolerance=fastest.candidate.tolerance,
             seconds=step.seconds,
             attention=tuple(step.attention.tolist()),
-            packed_seconds=packed_seconds(self._lengths, self._settings, self._costs, self._forest),
+            packed_seconds=packed_step.seconds,
         )
-        return finished(
-            self._lengths,
-            nano_batches,
-            self._settings,
-            stages,
-            choice,
-            fastest.counts,
-            self._forest,
-        )
+        return finished(nano_batches, packed, self._settings, stages, choice, fastest.counts)

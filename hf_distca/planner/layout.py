@@ -18,6 +18,7 @@ from hf_distca.plan.intervals import (
     rows_before_in,
     table_of,
 )
+from hf_distca.units import counted
 
 
 def fixed_layout(rank_lengths: Sequence[Sequence[int]], ranks: int | None = None) -> Layout:
@@ -83,9 +84,9 @@ def check_capacity(lengths: IntArray, ranks: int, tokens_per_rank: int) -> None:
     total = int(lengths.sum())
     if total > ranks * tokens_per_rank:
         raise ValueError(
-            f"{len(lengths)} documents hold {total} tokens, but {ranks} ranks of {tokens_per_rank} "
-            f"take {ranks * tokens_per_rank}; use fewer documents, more ranks or more "
-            "tokens_per_rank"
+            f"{counted(len(lengths), 'document')} of {counted(total, 'token')} in all, but "
+            f"{counted(ranks, 'rank')} of {tokens_per_rank} take {ranks * tokens_per_rank}; use "
+            "fewer documents, more ranks or more tokens_per_rank"
         )
 
 

@@ -6,7 +6,13 @@ import numpy as np
 
 from hf_distca.plan import Branches, MicroBatchPlan
 from hf_distca.planner.branches import Forest
-from hf_distca.planner.build import finished, lengths_of, nano_batches_as_set, nano_batches_placed
+from hf_distca.planner.build import (
+    finished,
+    left_in_place,
+    nano_batches_as_set,
+    nano_batches_placed,
+    packed_in_order,
+)
 from hf_distca.planner.choose import choose, choose_placed
 from hf_distca.planner.settings import PlanSettings
 
@@ -33,7 +39,7 @@ def plan_micro_batch(
         array = forest.tree_lengths
     if settings.choices is None:
         nano_batches = nano_batches_as_set(array, settings, forest)
-        return finished(array, nano_batches, settings, forest=forest)
+        return finished(nano_batches, packed_in_order(array, settings, forest), settings)
     return choose(array, settings, settings.choices, forest)
 
 
@@ -43,5 +49,6 @@ def plan_placed(placed: Sequence[Sequence[int]], settings: PlanSettings) -> Micr
     `placed` has the lengths of each rank's documents, in order.
     """
     if settings.choices is None:
-        return finished(lengths_of(placed), nano_batches_placed(placed, settings), settings)
+        nano_batches = nano_batches_placed(placed, settings)
+        return finished(nano_batches, left_in_place(placed, settings), settings)
     return choose_placed(placed, settings, settings.choices)

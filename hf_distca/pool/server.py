@@ -49,6 +49,7 @@ from hf_distca.pool.wire import (
     PeerLeft,
     ProtocolError,
 )
+from hf_distca.units import counted
 from hf_distca.waiting import REPORT_S
 from hf_distca.waiting import join as join_thread
 
@@ -253,13 +254,14 @@ class AttentionServer:
                 if seconds < STATUS_S:
                     continue
                 activity = self._activity()
+                ranks = counted(activity.ranks, "rank")
                 if activity != reported:
                     rate = (activity.tasks - reported.tasks) / seconds
                     busy = (activity.busy_s - reported.busy_s) / seconds
-                    report(f"{joined}; {activity.ranks} ranks; {rate:.1f} tasks/s; busy {busy:.0%}")
+                    report(f"{joined}; {ranks}; {rate:.1f} tasks/s; busy {busy:.0%}")
                     last_report = time.monotonic()
                 elif time.monotonic() - last_report > REPORT_S:
-                    report(f"{joined}; {activity.ranks} ranks; still waiting for calls of ranks")
+                    report(f"{joined}; {ranks}; still waiting for calls of ranks")
                     last_report = time.monotonic()
                 reported = activity
                 begin = time.monotonic()

@@ -15,6 +15,7 @@ from hf_distca.sim.drawing import (
 )
 from hf_distca.sim.simulate import SECONDS, columns_of, parts_of_step
 from hf_distca.sim.strategies import PLAIN
+from hf_distca.units import counted
 
 STYLE = Path(__file__).with_suffix(".css")
 POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
@@ -183,7 +184,8 @@ def simulation_report(figures: Mapping[str, Any]) -> str:
     padded = figures.get("padded")
     if padded:
         rows = padded["columns"]
-        caption = f"Means over all batches of {padded['sequences']} sequences a rank"
+        sequences = counted(padded["sequences"], "sequence")
+        caption = f"Means over all batches of {sequences} a rank"
         table = _table(caption, list(rows[0]), [list(row.values()) for row in rows])
         padded_sections = [_section("Padded batches", [PADDED_ROWS, padded["advice"]], table)]
 
@@ -228,9 +230,10 @@ def simulation_report(figures: Mapping[str, Any]) -> str:
         headline(figures),
         "costs of the device were measured; steps, with the plans that training makes, were "
         "simulated.",
-        f"{setting['batches']:,} micro-batches of {setting['lengths']}: {figures['documents']:,} "
-        f"documents, {figures['tokens']:,} tokens. {figures['ranks']:,} ranks of "
-        f"{figures['tokens_per_rank']:,} tokens; {setting['model']}; "
+        f"{counted(setting['batches'], 'micro-batch', 'micro-batches')} of {setting['lengths']}: "
+        f"{counted(figures['documents'], 'document')}, {counted(figures['tokens'], 'token')}. "
+        f"{counted(figures['ranks'], 'rank')} of {figures['tokens_per_rank']:,} tokens; "
+        f"{setting['model']}; "
         f"{figures['profile']}. {meaning_of_sizes(best)}",
         [
             advice,
@@ -254,6 +257,15 @@ def headline(figures: Mapping[str, Any]) -> str:
     return speeds if figures["pays"] else f"No gain expected: {speeds}"
 
 
+def _least_to_most(gain: Mapping[str, float]) -> str:
+    """Return the least and the greatest speed-up of a micro-batch, from the fields of `Gain`.
+
+    One number if they are alike.
+    """
+    least, most = f"{gain['least']:.2f}×", f"{gain['most']:.2f}×"
+    return least if least == most else f"{least} to {most}"
+
+
 def _by_micro_batch(figures: Mapping[str, Any]) -> str:
     """Return the least and the greatest speed-up of a micro-batch over each strategy compared."""
     gains = {
@@ -261,10 +273,7 @@ def _by_micro_batch(figures: Mapping[str, Any]) -> str:
         figures["best_in_transformers"]: figures["over_transformers"],
         figures["best_plain"]: figures["over_best"],
     }
-    return ", ".join(
-        f"{gain['least']:.2f}× to {gain['most']:.2f}× the speed of {name}"
-        for name, gain in gains.items()
-    )
+    return ", ".join(f"{_least_to_most(gain)} the speed of {name}" for name, gain in gains.items())
 
 
 def _runs_today(strategy: Mapping[str, Any]) -> str:
@@ -399,11 +408,6 @@ def plan_report(figures: Mapping[str, Any], memory: Mapping[str, Sequence[str]])
             _origin({**setting, "planned in": f"{figures['plan_ms']:.1f} ms"}),
         ],
     )
-
-
-def counted(count: int, noun: str, plural: str = "") -> str:
-    """Return a number and a noun, whose plural is `plural` or ends in s."""
-    return f"{count:,} {noun if count == 1 else plural or noun + 's'}"
 
 
 def _page(tool: str, title: str, source: str, lead: str, sections: Sequence[str]) -> str:

@@ -22,6 +22,7 @@ from hf_distca.predict.setup import Setup
 from hf_distca.predict.walk import Walked, document_seconds, predict_step
 from hf_distca.sim.groups import ONE_RANK, Documents, Group
 from hf_distca.sim.lengths import IntArray
+from hf_distca.units import counted
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,7 +84,7 @@ def all_strategies(setup: Setup, settings: PlanSettings, servers: int) -> tuple[
     add_planned(CHOSEN, "auto", replace(settings, choices=choices))
     if servers:
         layout = layouts[-1]
-        name = f"hf_distca, {layout}, {servers} servers"
+        name = f"hf_distca, {layout}, {counted(servers, 'server')}"
         add_planned(name, layout, replace(settings, document_layout=layout), servers)
     return tuple(strategies)
 

@@ -10,6 +10,7 @@ from typing import Any, Literal
 import numpy as np
 
 from hf_distca.sim.drawing import LETTER, Drawing, ticks
+from hf_distca.units import counted
 
 Activity = Literal["attention", "waits", "other"]
 """Activity of a rank: core attention, waits for rows of other ranks, or anything else."""
@@ -163,7 +164,8 @@ def svg_of(name: str, steps: Sequence[RankStep]) -> str:
     end = begin + round(marks[-1] * 1e6)  # the axis ends at a round number
     bottom = TOP + ROW * len(steps)
     drawing = Drawing(LEFT + WIDTH + RIGHT, bottom + BOTTOM)
-    drawing.text(LEFT, 24, f"{name}: {duration_ms:.1f} ms, {len(steps)} ranks", style="strong")
+    ranks = counted(len(steps), "rank")
+    drawing.text(LEFT, 24, f"{name}: {duration_ms:.1f} ms, {ranks}", style="strong")
     x = float(LEFT)
     for activity, words in NAMES.items():
         drawing.bar(x, 36, 12, 12, activity, words)
@@ -188,4 +190,4 @@ def svg_of(name: str, steps: Sequence[RankStep]) -> str:
                 )
         for column, time in enumerate((step.end - step.begin, *step.totals().values())):
             drawing.text(right + COLUMN * column, y + 12, f"{time / 1e6:,.1f}", "end")
-    return drawing.file(f"{name}: what each of {len(steps)} ranks did in {duration_ms:.1f} ms")
+    return drawing.file(f"{name}: what each of {ranks} did in {duration_ms:.1f} ms")

@@ -91,7 +91,8 @@ def log_choice(plan: MicroBatchPlan, args: Any, ranks: int) -> None:
 def for_console(logs: Mapping[str, Any]) -> dict[str, Any]:
     """Return logs with a few readable figures in place of all figures of hf_distca.
 
-    All figures are shares and ratios.
+    All figures are shares and ratios. Imbalance is left out where no core attention moves: whole
+    documents then lie where ranks finish together, with all that their tokens take.
 
     Texts are in ASCII: some terminals cannot print other characters, and raise an error.
     """
@@ -101,7 +102,7 @@ def for_console(logs: Mapping[str, Any]) -> dict[str, Any]:
     }
     if "tokens_per_second" in figures:
         short["tokens/s"] = f"{figures['tokens_per_second']:,.0f}"
-    if "imbalance_degree" in figures:
+    if figures.get("exchange_bytes"):
         short["imbalance"] = (
             f"{figures['imbalance_degree_packed']:.2f} -> {figures['imbalance_degree']:.2f}"
         )

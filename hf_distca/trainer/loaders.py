@@ -120,6 +120,11 @@ class PackedLoaders:
         self._lengths[id(dataset)] = dataset, (lengths, fingerprint)
         return lengths, fingerprint
 
+    def known_tokens(self, dataset: Any) -> int | None:
+        """Return the tokens of a data set whose lengths have been read; None otherwise."""
+        known = self._lengths.get(id(dataset))
+        return None if known is None else int(known[1][0].sum())
+
     def beginnings(self, dataset: Any, *, shares: bool) -> SharedBeginnings | None:
         """Return what the documents of a data set have in common, found once; None if nothing.
 

@@ -59,7 +59,7 @@ METRICS: dict[str, Metric] = {
     "imbalance_degree": Metric(
         "ratio", "Query-key pairs of the busiest rank over the mean, as planned"
     ),
-    "imbalance_degree_packed": Metric("ratio", "The same if the documents were packed in order"),
+    "imbalance_degree_packed": Metric("ratio", "The same for documents packed in order"),
     "attention_ms": Metric(
         "ms per step", "Time in kernel calls of core attention, on the slowest rank"
     ),

@@ -37,6 +37,7 @@ from hf_distca.trainer.planned import PlannedTraining
 from hf_distca.trainer.predictions import EvaluatedRows, Predictions
 from hf_distca.trainer.refusals import Run, arguments_by_name
 from hf_distca.trainer.sharing import why_alone_in
+from hf_distca.units import counted
 
 logger = logging.getLogger(__name__)
 
@@ -77,7 +78,7 @@ class DistCAMixin(PlannedTraining):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         given = arguments_by_name(super().__init__, args, kwargs)
         arguments = self._checked(without_row_collator(given))
-        # Whether hf_distca packs documents. Otherwise the user's collator makes the batches.
+        # Otherwise the user's collator makes the batches.
         self._packs = arguments.get("data_collator") is None
         super().__init__(**arguments)
         if self._packs and self.args.process_index == 0:
@@ -492,6 +493,16 @@ class DistCAMixin(PlannedTraining):
                 )
             return num_train_epochs, 0  # Trainer looks at the number of steps after a step
         return place.epoch, place.steps * self.args.gradient_accumulation_steps
+
+    def _training_data(self) -> str:
+        dataset: Any = self.train_dataset
+        if not self._packs or dataset is None:
+            return super()._training_data()
+        if is_stream(dataset):
+            return "a stream of documents"
+        documents = counted(len(dataset), "document")
+        tokens = self._loaders.known_tokens(dataset)
+        return documents if tokens is None else f"{documents} of {counted(tokens, 'token')}"
 
     def _save_place(self, folder: Path) -> None:
         self._progress.save(folder, self.state.global_step)

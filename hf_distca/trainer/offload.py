@@ -14,7 +14,7 @@ from hf_distca.models.checkpointing import checkpoint_row_bytes, offloaded_layer
 from hf_distca.models.decoder import base_model
 from hf_distca.patches.offload import offload_checkpoints
 from hf_distca.trainer.refusals import Run
-from hf_distca.units import AUTO
+from hf_distca.units import AUTO, counted
 
 logger = logging.getLogger(__name__)
 
@@ -95,7 +95,9 @@ def offload_activations(
     offload_checkpoints(model)
     if dispatcher.groups.rank == 0:
         size = layers * layer_bytes / GB
-        logger.info("checkpoints of %s layers go to the host: %.1f GB on each rank", layers, size)
+        logger.info(
+            "checkpoints of %s go to the host: %.1f GB on each rank", counted(layers, "layer"), size
+        )
 
 
 def chosen_layers(needs_of_ranks: list[RankNeeds], possible: int, setting: bool | str) -> int:

@@ -21,14 +21,18 @@ from hf_distca.pool.rank.pool import Pool
 from hf_distca.trainer import parallel, resuming
 from hf_distca.trainer.arguments import DistCAPaddedArguments
 from hf_distca.trainer.assembly import prepare_trainer
-from hf_distca.trainer.card import TAG, add_to_card
+from hf_distca.trainer.card import TAG, complete_card
 from hf_distca.trainer.checkpoints import agreed_checkpoint, warn_of_random_states
 from hf_distca.trainer.console import follow_log_level, log_choice, shorten_console
+from hf_distca.trainer.continuing import Continuation
+from hf_distca.trainer.disks import disk_errors_named
+from hf_distca.trainer.loaders import is_stream
 from hf_distca.trainer.metrics import PREFIX, Remedies, StepMeter
 from hf_distca.trainer.optimizers import check_optimizer
 from hf_distca.trainer.processes import ReadingProcesses
 from hf_distca.trainer.refusals import Run, arguments_by_name, check_arguments, check_objects
 from hf_distca.trainer.tracing import StepTracer
+from hf_distca.units import counted
 
 logger = logging.getLogger(__name__)
 
@@ -43,6 +47,8 @@ class PlannedTraining(_Trainer):
 
     packs_documents: ClassVar[bool]
     """Whether the trainer packs documents. Otherwise it gets padded batches."""
+    _packs: bool = False
+    """Whether hf_distca packs documents here; not those of a custom collator."""
     args: DistCAPaddedArguments
     model: PreTrainedModel
     dispatcher: Dispatcher
@@ -85,6 +91,8 @@ class PlannedTraining(_Trainer):
             self.pool = open_pool(dispatcher, args, args.attention_server_launch, token_file)
         self.meter = StepMeter(dispatcher, self.model, self.pool, args.world_size)
         self.add_callback(self.meter)
+        self._continuation = Continuation()
+        self.add_callback(self._continuation)
         self._tracer: StepTracer | None = None
         if args.trace_steps:
             self._tracer = StepTracer(dispatcher, args)
@@ -137,7 +145,8 @@ class PlannedTraining(_Trainer):
                 )
                 warn_of_random_states(checkpoint, self.args, groups)
                 self._prepare_training(checkpoint)
-                return super().train(checkpoint, *args, **kwargs)
+                with self._continuation.of(checkpoint, self.args):
+                    return super().train(checkpoint, *args, **kwargs)
         finally:
             self._end_training()
             if self.pool is not None:
@@ -267,7 +276,7 @@ class PlannedTraining(_Trainer):
         output_dir = Path(self._get_output_dir(trial=trial))
         folder = output_dir / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
         self._at(f"the saving of {folder.name}")
-        with resuming.disk_errors_named(folder):
+        with disk_errors_named(folder):
             if self.args.should_save:
                 self._save_place(folder)
             super()._save_checkpoint(model, trial, *args, **kwargs)
@@ -288,7 +297,7 @@ class PlannedTraining(_Trainer):
             if not is_of_checkpoint:
                 folder = Path(output_dir or str(self.args.output_dir))
                 contexts.enter_context(parallel.whole_weights(self.accelerator, self.deepspeed))
-                contexts.enter_context(resuming.disk_errors_named(folder))
+                contexts.enter_context(disk_errors_named(folder))
             super().save_model(output_dir, _internal_call, **kwargs)
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
@@ -298,7 +307,23 @@ class PlannedTraining(_Trainer):
         if isinstance(tags, str):
             tags = [tags]
         arguments["tags"] = [*tags, TAG]
-        super().create_model_card(**arguments)
-        if self.is_world_process_zero():
-            path = Path(str(self.args.output_dir)) / "README.md"
-            add_to_card(path, self.args, self.model, self.accelerator, self.dispatcher.groups.ranks)
+        folder = Path(str(self.args.output_dir))
+        with disk_errors_named(folder):
+            super().create_model_card(**arguments)
+            if self.is_world_process_zero():
+                complete_card(
+                    folder / "README.md",
+                    self._training_data(),
+                    self.args,
+                    self.model,
+                    self.accelerator,
+                    self.dispatcher.groups.ranks,
+                    packs=self._packs,
+                )
+
+    def _training_data(self) -> str:
+        """Return the training data in a few words; no collective."""
+        dataset: Any = self.train_dataset
+        if dataset is None:
+            return "unknown data"
+        return "a stream of examples" if is_stream(dataset) else counted(len(dataset), "example")

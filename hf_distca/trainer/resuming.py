@@ -4,15 +4,10 @@ Trainer alone would skip a number of batches: the wrong documents if batches hav
 if the number of steps of a pass is unknown.
 """
 
-import errno
 import json
 import logging
 import math
-import os
 import re
-import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -58,11 +53,6 @@ AGREED = (
 They decide which micro-batches come, and when. Ranks that differ would exchange rows of different
 micro-batches.
 """
-PROBE_BYTES = 2**20
-"""Bytes that are written to find out whether a disk is full."""
-DISK_ERRORS = frozenset((errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO))
-"""System errors of a disk that is full, over its quota or limit, read-only or broken."""
-
 DataOrder = dict[str, int | str]
 """Everything that decides which documents a step trains on, by the names of the user's settings."""
 
@@ -306,46 +296,3 @@ def without_tied(model: nn.Module, missing: list[str]) -> list[str]:
     parameters = dict(model.named_parameters(remove_duplicate=False))
     loaded = {id(parameter) for name, parameter in parameters.items() if name not in missing}
     return [name for name in missing if id(parameters.get(name)) not in loaded]
-
-
-@contextmanager
-def disk_errors_named(folder: Path) -> Iterator[None]:
-    """Name the folder and the remedy in errors of the disk, while files are written into it.
-
-    Raises:
-        OSError: the disk is full or fails.
-    """
-    try:
-        yield
-    except Exception as error:
-        if getattr(error, "filename", None) is not None:
-            raise  # the file is named already
-        number = _disk_error_number(error, folder)
-        if number not in DISK_ERRORS:
-            raise
-        remedy = f"{folder} is incomplete: remove it, and free disk space or set another output_dir"
-        raise OSError(number, f"{os.strerror(number)}; {remedy}", str(folder)) from error
-
-
-def _disk_error_number(error: Exception, folder: Path) -> int | None:
-    """Return the number of the system error that was the cause of an error; None without one."""
-    error_of_rust = re.search(r"os error (\d+)", str(error))
-    if error_of_rust is not None:
-        return int(error_of_rust[1])
-    if isinstance(error, OSError):
-        return error.errno
-    # torch.save reports "basic_ios::clear" or a wrong position, without a number.
-    number = _number_of_failing_write(folder)
-    return getattr(error, "errno", None) if number is None else number
-
-
-def _number_of_failing_write(folder: Path) -> int | None:
-    """Return the number of the system error if a folder's disk does not take some bytes."""
-    try:
-        with tempfile.TemporaryFile(dir=folder) as file:
-            file.write(bytes(PROBE_BYTES))
-            file.flush()
-            os.fsync(file.fileno())
-    except OSError as error:
-        return error.errno
-    return None

@@ -13,7 +13,8 @@ from hf_distca.dispatch.dispatcher import Dispatcher
 from hf_distca.dispatch.recorder import Recording, Span
 from hf_distca.timeline.events import TRACED, rank_trace
 from hf_distca.trainer.arguments import DistCAPaddedArguments
-from hf_distca.trainer.resuming import disk_errors_named
+from hf_distca.trainer.disks import disk_errors_named
+from hf_distca.units import counted
 
 logger = logging.getLogger(__name__)
 
@@ -93,9 +94,9 @@ class StepTracer(TrainerCallback):
         is_short = self._traced < self._args.trace_steps
         if is_short and self._args.process_index == 0:
             logger.warning(
-                "trace_steps=%s: training ended after %s steps, and only %s were recorded, because "
-                "the first %s never are; set max_steps higher, or trace_steps lower",
-                *(self._args.trace_steps, self._steps, self._traced, STEPS_BEFORE),
+                "trace_steps=%s: training ended after %s, and the first %s never are recorded "
+                "(recorded: %s); set max_steps higher, or trace_steps lower",
+                *(self._args.trace_steps, counted(self._steps, "step"), STEPS_BEFORE, self._traced),
             )
         if is_short and self._traced:
             self._write()
@@ -128,16 +129,14 @@ class StepTracer(TrainerCallback):
     def _write(self) -> None:
         groups, rank = self._dispatcher.groups, self._args.process_index
         path = Path(str(self._args.output_dir)) / f"trace_rank_{rank}.json"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with disk_errors_named(path.parent), path.open("w") as file:
-            json.dump(
-                rank_trace(self._spans, rank, self._args.world_size, groups.members, self._zero),
-                file,
-            )
+        trace = rank_trace(self._spans, rank, self._args.world_size, groups.members, self._zero)
+        with disk_errors_named(path.parent):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(json.dumps(trace))
         self._spans = []
         if rank == 0:
             logger.info(
-                "a trace of %s steps is in %s, beside those of the host's other ranks; open them "
+                "a trace of %s is in %s, beside those of the host's other ranks; open them "
                 "in ui.perfetto.dev, or join and draw them with hf-distca timeline %s",
-                *(self._traced, path, path.parent),
+                *(counted(self._traced, "step"), path, path.parent),
             )

@@ -158,15 +158,22 @@ def test_settings_of_the_environment(name, cuda, environment, states):
 @pytest.mark.parametrize(
     ("processes", "local", "threads", "state", "change"),
     [
-        (8, 4, 2, "ok", ""),
-        (4, 4, 8, "advice", "set OMP_NUM_THREADS=2: threads that wait for a core slow all down"),
-        (9, 9, 1, "advice", "launch at most 8 processes on this host"),
+        (8, 4, "2 threads", "ok", ""),
+        (
+            4,
+            4,
+            "8 threads",
+            "advice",
+            "set OMP_NUM_THREADS=2: threads that wait for a core slow all down",
+        ),
+        (9, 9, "1 thread", "advice", "launch at most 8 processes on this host"),
     ],
     ids=["cores enough", "too many threads", "too many processes"],
 )
 def test_threads_of_processes_on_a_host(processes, local, threads, state, change):
-    described = f"{threads} threads in each of {local} processes on 8 cores"
-    assert of_launch("OMP_NUM_THREADS", threads=threads, **launch(processes, local)) == [
+    described = f"{threads} in each of {local} processes on 8 cores"
+    number = int(threads.split()[0])
+    assert of_launch("OMP_NUM_THREADS", threads=number, **launch(processes, local)) == [
         state,
         described,
         change,

@@ -131,7 +131,7 @@ def test_dumps_hold_documents_segments_and_tasks(command, dumped):
         ([1, 2.0], (), "item 1 is 2.0"),
         ([True], (), "item 0 is True"),
         ([[1], [0]], (), "row 1: item 0 is 0"),
-        ([17], (), "1 documents hold 17 tokens, but 2 ranks of 8 take 16"),
+        ([17], (), "1 document of 17 tokens in all, but 2 ranks of 8 take 16"),
         ([[9], [1]], FIXED, "row 0 holds 9 tokens"),
         ([[1], [1], [1]], (), "holds 3 rows, but --ranks is 2"),
         ([[1], [1]], (*FIXED, "--ranks", "3"), "holds 2 rows, but --ranks is 3"),
@@ -258,7 +258,7 @@ def test_the_table(command, run):
     # The same of a document of 1024 rows: what was 2 rows of 8 bytes is 256 of 4096.
     _, output, _ = run(*command([1024], 4, 256, *UNBALANCED, "--ranks-per-node", "2"))
     expected_lines = [
-        "documents                      1, 1024 tokens, 3 cuts, 1 nano-batch",
+        "documents                      1 of 1,024 tokens, 3 cuts, 1 nano-batch",
         "bytes within nodes             4.19 MB, busiest rank 2.10 MB, busiest node 3.15 MB",
         "bytes between nodes            2.10 MB, busiest rank 1.05 MB, busiest node 2.10 MB",
         "busiest link, per layer        0.02 ms at 450 GB/s within and 50 GB/s between nodes",
@@ -431,7 +431,7 @@ def test_tables_hold_lengths_or_tokens(run, tmp_path, ending, write):
     )
     getattr(datasets.Dataset.from_dict(columns), write)(file)
     assert (
-        "documents                      4, 16 tokens"
+        "documents                      4 of 16 tokens"
         in run("plan", "--lengths", str(file), *SMALL)[1]
     )
 
@@ -516,7 +516,7 @@ def test_tokens_are_counted_once_and_a_bar_moves_while_they_are(run, tmp_path, m
 
 @pytest.mark.parametrize(
     ("options", "drawn"),
-    [((), "4, 16 tokens"), (("--split", "test"), "3, 15 tokens")],
+    [((), "4 of 16 tokens"), (("--split", "test"), "3 of 15 tokens")],
     ids=["train by default", "test"],
 )
 def test_the_split_of_a_data_set(run, tmp_path, options, drawn):

@@ -146,6 +146,11 @@ def test_long_documents_are_cut(caplog):
     ]
     assert values(truncated[0]) == [[1, 2, 3], [0, 1, 2], [2, 3, -100]]
     # After 1, 2 and 4 documents of the stream.
+    assert [message.split(" to ")[0] for message in caplog.messages] == [
+        "Truncated 1 document",
+        "Truncated 2 documents",
+        "Truncated 4 documents",
+    ]
     assert [message.split(";")[1].split()[0] for message in caplog.messages] == ["2", "4", "8"]
 
 

@@ -18,11 +18,12 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from hf_distca.dispatch import groups as groups_module
 from hf_distca.dispatch.dispatcher import Dispatcher
-from hf_distca.dispatch.failures import Failures
+from hf_distca.dispatch.failures import Failures, OtherRankError
 from hf_distca.dispatch.groups import Groups, mesh_ranks, raised_together, ranks_per_node
 from hf_distca.dispatch.waits import RankLost, Waits
 from hf_distca.planner.settings import PlanSettings
 from hf_distca.refusal import RefusedError
+from hf_distca.trainer.disks import DiskError
 from tests.models_and_batches import dispatcher_of_all_ranks, small_kinds
 from tests.ranks import RankPool
 
@@ -325,6 +326,7 @@ def test_nodes_of_a_launch(rank_pools, hosts, local_ranks, shape, expected, logg
 
 LOST = RuntimeError("[/gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:1")
 BOOM = ValueError("boom")
+REFUSED = RefusedError("x is set")
 
 
 def failures_of(rank: int, ranks: int, store: dist.Store | None) -> Failures:
@@ -367,9 +369,11 @@ def left_behind(error: Exception) -> tuple[Failures, dist.Store]:
 def test_a_rank_that_lost_its_partner_says_why(lost):
     failures, store = left_behind(KeyError("text"))
     error = raised(failures, lost)
-    assert type(error) is RuntimeError
+    assert type(error) is OtherRankError
     assert str(error) == "rank 1 failed: KeyError: 'text'"
-    assert error.__cause__ is lost
+    # Where this rank lost the other says no more.
+    assert error.__suppress_context__
+    assert error.__cause__ is None
     # What rank 0 only reports is not reported again as an error of its own.
     assert str(raised(failures_of(2, 3, store), LOST)) == "rank 1 failed: KeyError: 'text'"
 
@@ -416,4 +420,15 @@ def test_what_failed_before_is_forgotten_and_an_evaluation_belongs_to_its_traini
     assert type(raised(failures, LOST)) is RankLost
     failures, _ = left_behind(BOOM)
     error = raised(failures, LOST, evaluates=True)
-    assert (str(error), error.__cause__) == ("rank 1 failed: ValueError: boom", LOST)
+    assert str(error) == "rank 1 failed: ValueError: boom"
+
+
+def test_an_error_that_several_ranks_have_is_reported_by_the_first():
+    full = DiskError(28, "disk full: out is incomplete", "out")
+    failures, store = left_behind(full)
+    for error in (raised(failures, full), raised(failures_of(2, 3, store), full)):
+        assert type(error) is OtherRankError
+        assert str(error) == "rank 1 failed: disk full: out is incomplete"
+    # What all ranks raise stays the error of each.
+    failures, _ = left_behind(REFUSED)
+    assert raised(failures, REFUSED) is REFUSED

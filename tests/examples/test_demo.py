@@ -31,6 +31,8 @@ def test_both_trainings_have_the_same_losses_and_a_step_is_drawn(checkpoint, tmp
     plain, planned = map(float, rows["imbalance of attention"])
     assert 1 <= planned < plain
     assert float(re.search(r"losses differ by ([\de.-]+) at most", printed)[1]) < 1e-4
+    shares = re.findall(r"^(\d+) of 12 steps, \d+ s$", printed, re.M)
+    assert shares == ["3", "6", "9", "12"]  # of both trainings, printed by one process
     assert len(re.findall(r"rank \d  █+·*$", printed, re.M)) == 4
     noise = ("WARNING", "Warning", "it/s", "find_unused_parameters")
     assert [words for words in noise if words in printed] == []

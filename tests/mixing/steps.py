@@ -20,7 +20,7 @@ from hf_distca.models.checkpointing import enable_checkpointing
 from hf_distca.plan import SEGMENT, MicroBatchPlan, NanoBatch
 from hf_distca.plan.intervals import table_of
 from hf_distca.planner.balance import balance
-from hf_distca.planner.build import finished
+from hf_distca.planner.build import finished, packed_in_order
 from hf_distca.planner.layout import assemble
 from hf_distca.planner.micro_batch import plan_micro_batch
 from hf_distca.planner.settings import PlanSettings
@@ -53,7 +53,7 @@ def cut_plan(
                 {kind: balance(layout, kind, settings) for kind in settings.kinds},
             )
         )
-    return finished(lengths_array, nanos, settings, stages=1)
+    return finished(nanos, packed_in_order(lengths_array, settings), settings, stages=1)
 
 
 class Step(NamedTuple):

@@ -12,6 +12,7 @@ from hf_distca.plan.cost import RowBytes
 from hf_distca.plan.metrics import bytes_moved, loads_of
 from hf_distca.plan.stages import rows_by_stage
 from hf_distca.planner import choose
+from hf_distca.planner.build import packed_in_order
 from hf_distca.planner.choose import (
     Candidate,
     PlannedCandidate,
@@ -20,8 +21,8 @@ from hf_distca.planner.choose import (
     fastest_of,
 )
 from hf_distca.planner.groups import Placing
-from hf_distca.planner.micro_batch import plan_micro_batch
-from hf_distca.planner.settings import Choices, PlanSettings
+from hf_distca.planner.micro_batch import plan_micro_batch, plan_placed
+from hf_distca.planner.settings import UNBALANCED, Choices, PlanSettings
 from hf_distca.predict.counts import count_plan
 from hf_distca.predict.profile import DeviceProfile
 from hf_distca.predict.seconds import KernelCost, KindCosts, LinkCost, Links, StepCosts
@@ -31,6 +32,7 @@ from hf_distca.predict.walk import Walked
 from hf_distca.sim.lengths import corpora, lognormal, micro_batches
 
 KIND = AttentionKind(None, 4, 2, 8, 8)
+ROWS_OF_RANK = ["document", "start", "stop", "rank"]
 FREE, SLOW = LinkCost(0.0, np.inf), LinkCost(0.0, 1.0)
 
 
@@ -155,20 +157,49 @@ def test_packed_documents_are_predicted_with_all_costs_of_the_kernel():
             lengths, PlanSettings(2, 64, (kind,), choices=Choices(of_ranks))
         ).choice
 
-    def seconds(keys, of_pairs):  # of two tasks
-        call = 0.3 + 1e-3 * 64 + 2e-3 * keys + 1e-3 * of_pairs + 1e-4 * 2 * 32**2 + 0.5 * 2
-        return 3 * call + 64 * 4e-4
+    def seconds(lengths, of_pairs):  # of a rank with these documents
+        rows = sum(lengths)
+        diagonal = sum(length**2 for length in lengths)
+        call = 0.3 + 1e-3 * rows + 2e-3 * rows + 1e-3 * of_pairs + 1e-4 * diagonal
+        return 3 * (call + 0.5 * len(lengths)) + rows * 4e-4
 
     even = choice([32] * 4)
     assert even.packed_seconds == pytest.approx(even.seconds)
-    # The second rank packs the third document and 32 rows of the second one. These see 16 rows
-    # before them; with a window of 8 they see 7.
-    expected = seconds(48 + 32, (48 * 49 - 16 * 17 + 32 * 33) / 2)
+    # The middle of the second document lies on the second rank's share.
+    expected = seconds([48, 32], (48 * 49 + 32 * 33) / 2)
     assert choice([48, 48, 32]).packed_seconds == pytest.approx(expected)
     windowed = choice([48, 48, 32], replace(KIND, window=8), slowness=(1.0, 2.0))
-    assert windowed.packed_seconds == pytest.approx(
-        2 * seconds(39 + 32, 32 * 8 + 7 * 8 / 2 + 25 * 8)
-    )
+    expected = 2 * seconds([48, 32], 80 * 8 - 2 * (7 * 8 / 2))
+    assert windowed.packed_seconds == pytest.approx(expected)
+
+
+def test_what_is_packed_in_order_holds_the_same_documents():
+    def packed(lengths, **settings):
+        settings = PlanSettings(2, 64, (KIND,), **settings)
+        return packed_in_order(np.array(lengths), settings).layout.segments[ROWS_OF_RANK].tolist()
+
+    # Whole documents, also on a rank that has no room for them.
+    assert packed([20, 60, 40]) == [(0, 0, 20, 0), (1, 0, 60, 0), (2, 0, 40, 1)]
+    assert packed([60, 2]) == [(0, 0, 60, 0), (1, 0, 2, 1)]
+    assert packed([60]) == [(0, 0, 60, 1)]
+    # A document of more than a rank's tokens: documents are cut, and rows travel as in any plan.
+    assert packed([20, 80, 10]) == [(0, 0, 20, 0), (1, 0, 35, 0), (1, 35, 80, 1), (2, 0, 10, 1)]
+
+    def choice(link, **settings):
+        choices = Choices(costs(link, link), tolerances=(UNBALANCED,), nano_batches=(1,))
+        of_plans = PlanSettings(2, 64, (KIND,), choices=choices, **settings)
+        return plan_micro_batch([20, 80, 10], of_plans).choice
+
+    near, far = (choice(LinkCost(latency, np.inf)) for latency in (0.0, 9.0))
+    as_laid_out = choice(LinkCost(9.0, np.inf), document_layout="fixed")
+    assert far.packed_seconds == as_laid_out.seconds > near.packed_seconds
+    # Documents that stay on their ranks are compared with what these compute themselves.
+    placed = PlanSettings(2, 64, (KIND,), choices=Choices(costs(SLOW, SLOW)))
+    plan = plan_placed([[40, 10], [10]], placed)
+    assert plan.choice.packed_seconds == plan.choice.seconds
+    as_set = plan_placed([[40, 10], [10]], replace(placed, choices=None))
+    for either in (plan, as_set):
+        assert either.summary.packed_max_over_mean == pytest.approx(875 / ((875 + 55) / 2))
 
 
 def test_joined_nodes_are_tried_in_the_order_of_their_size():

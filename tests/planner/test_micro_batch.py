@@ -70,7 +70,7 @@ def test_joint_layouts_written_out():
         (lambda: fixed_layout([]), "got 0 rows of documents"),
         (lambda: fixed_layout([[1], [1]], 3), "got 2 rows of documents for 3 ranks"),
         (lambda: fixed_layout([[1, 0]]), "document 1 has length 0"),
-        (lambda: joint_layout([9], 2, 4), "1 documents hold 9 tokens, but 2 ranks of 4 take 8"),
+        (lambda: joint_layout([9], 2, 4), "1 document of 9 tokens in all, but 2 ranks of 4 take 8"),
         (lambda: joint_layout([1], 0, 4), "must be positive"),
         (
             lambda: joint_layout([1], 1, 4, balance_tolerance=-0.1),
@@ -166,7 +166,7 @@ def test_two_nano_batches(layout):
     assert first.layout.tokens.tolist() == [2, 2, 1]
     assert second.documents.tolist() == [1, 2]
     assert second.layout.tokens.tolist() == [1, 1, 2]
-    # Packed in order, ranks have rows of 3 | 2 and 1 | 1 and 2: 6, 3 + 1 and 2 + 3 pairs.
+    # Packed in order, ranks have documents of 3 | 2 | 2 and 2 rows: 6, 3 and 6 pairs.
     assert plan.summary.packed_max_over_mean == pytest.approx(6 / 5)
 
 

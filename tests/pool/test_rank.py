@@ -367,7 +367,7 @@ def test_a_server_that_another_rank_has_lost_is_lost_here_too(make_pool, directo
             "lost attention server 8 at 127.0.0.1:8 (another rank lost it): its tasks of this "
             "micro-batch are computed by the ranks; 2 servers left"
         ),
-        f"lost attention server 7 at 127.0.0.1:7 (it is gone): {between}; 1 servers left",
+        f"lost attention server 7 at 127.0.0.1:7 (it is gone): {between}; 1 server left",
         (
             f"lost attention server 9 at 127.0.0.1:9 (another rank lost it): {between}; no server "
             "left, so ranks compute all tasks"

@@ -287,8 +287,8 @@ def expected(model_type, shares):
     return {name: parameter.detach() for name, parameter in model.named_parameters()}, evaluated
 
 
-LEFT = r"lost attention server .*127\.0\.0\.1:.*1 servers left"
-LOST = r"lost attention server .*127\.0\.0\.1:.*computed by the ranks; 1 servers left"
+LEFT = r"lost attention server .*127\.0\.0\.1:.*1 server left"
+LOST = r"lost attention server .*127\.0\.0\.1:.*computed by the ranks; 1 server left"
 ALL_LOST = [LOST, "no server left, so ranks compute all tasks"]
 # Packed in order, documents lie on both ranks, which cannot do without each other in a repair.
 PACKED = {"document_layout": "fixed"}

@@ -208,3 +208,8 @@ def test_numbers_on_axes_and_of_ranks():
     assert [ticks(most) for most in (38.4, 2.966, 0)] == [[0, 10, 20, 30, 40], [0, 1, 2, 3], [0, 1]]
     assert "<td>1.0</td>" in table_of_ranks("a", {"b": [1.0] * 256}, ".1f")
     assert table_of_ranks("a", {"b": [1.0] * 257}, ".1f") == ""  # they cannot be read
+
+
+def test_a_range_of_one_value_is_that_value():
+    assert report._least_to_most({"least": 1.352, "most": 1.349}) == "1.35×"
+    assert report._least_to_most({"least": 1.2, "most": 1.35}) == "1.20× to 1.35×"

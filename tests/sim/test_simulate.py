@@ -230,7 +230,7 @@ def test_gpus_of_servers_and_tensor_parallelism():
     without_servers = [figures for figures in simulation.strategies if not figures.servers]
     assert {figures.gpus for figures in without_servers} == {2 * 2}
     assert simulation.best_in_transformers == "plain packing"  # nothing else, beside such GPUs
-    assert strategies["hf_distca, joint, 1 servers"].gpus == (2 + 1) * 2
+    assert strategies["hf_distca, joint, 1 server"].gpus == (2 + 1) * 2
 
 
 def test_memory_is_asked_for_the_plan_whose_busiest_rank_exchanges_the_most():

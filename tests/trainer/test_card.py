@@ -14,9 +14,11 @@ from tests.trainer.comparison import launched
 from tests.trainer.small_trainers import make_trainer
 
 TRAINED = """
+- Data: {}
 - Ranks: 2, under DDP
 - `tokens_per_rank`: 160, so that a micro-batch has up to 320 tokens
 - `document_layout`: joint
+- Optimizer step: 1 micro-batch, up to 320 tokens
 """
 
 
@@ -31,7 +33,9 @@ def test_how_the_model_was_trained(rank_pools, tmp_path, tags):
     rank_pools[2].run(_with_card, str(tmp_path), tags)
     card = ModelCard.load(tmp_path / "README.md")
     assert {"hf_distca", *([tags] if isinstance(tags, str) else tags or [])} <= set(card.data.tags)
-    assert card.text.count(TRAINED) == 1
+    assert card.text.count(TRAINED.format("12 documents")) == 1
+    assert " on 12 documents.\n" in card.text
+    assert "batch_size" not in card.text
     assert f"hf_distca {hf_distca.__version__} packed" in card.text
 
 
@@ -60,4 +64,31 @@ def test_the_card_of_trl(rank_pools, tmp_path: Path):
     rank_pools[2].run(_with_card_of_trl, str(tmp_path))
     card = ModelCard.load(tmp_path / "README.md")
     assert {"hf_distca", "sft", "trl"} <= set(card.data.tags)
-    assert card.text.count(TRAINED) == 1
+    assert card.text.count(TRAINED.format("1 document")) == 1
+
+
+DATA = {
+    "packed": "12 documents of 621 tokens",
+    "list": "12 documents of 621 tokens",
+    "stream": "a stream of documents",
+    "flattened": "12 examples",
+}
+
+
+@pytest.mark.parametrize("source", DATA)
+def test_data_and_batches_of_a_training(tmp_path: Path, source: str):
+    settings = {"gradient_accumulation_steps": 2, "save_strategy": "no"}
+    trainer = make_trainer(str(tmp_path), source=source, max_steps=1, **settings)
+    trainer.train()
+    trainer.create_model_card()
+    text = ModelCard.load(tmp_path / "README.md").text
+    assert f" on {DATA[source]}.\n" in text
+    assert f"\n- Data: {DATA[source]}\n" in text
+    # Transformers counts examples, which the micro-batches of a custom collator have.
+    counts_examples = source == "flattened"
+    assert ("\n- train_batch_size: 1\n" in text) is counts_examples
+    assert ("\n- total_train_batch_size: 2\n" in text) is counts_examples
+    step = "\n- Optimizer step: 2 micro-batches, up to 320 tokens\n"
+    assert (step in f"{text}\n") is not counts_examples
+    trainer.create_model_card(dataset="Stories")
+    assert " on the Stories dataset.\n" in ModelCard.load(tmp_path / "README.md").text

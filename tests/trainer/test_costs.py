@@ -1,5 +1,7 @@
 """Costs by which plans are chosen: measured, kept, and corrected by steps of invented times."""
 
+import errno
+import os
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,6 +18,8 @@ from hf_distca.planner.settings import PlanSettings
 from hf_distca.predict.corrections import Corrections
 from hf_distca.predict.profile import DeviceProfile
 from hf_distca.predict.seconds import KernelCost, KindCosts, LinkCost, Links, MixingCosts, StepCosts
+from hf_distca.refusal import RefusedError
+from hf_distca.trainer import costs as costs_module
 from hf_distca.trainer.assembly import make_dispatcher
 from hf_distca.trainer.costs import PROFILE_FILE, LearnedCosts, choices_of, observe
 from tests.models_and_batches import SMALL_KIND, exchanging, small_model
@@ -139,6 +143,26 @@ def test_costs_are_measured_once_agreed_on_and_kept(rank_pools, tmp_path):
         min(costs.before_attention, costs.after_attention, costs.launches, costs.exchange.start) > 0
     )
     assert costs.exchange.within.bandwidth > 1e6
+
+
+def _kept_on_a_full_disk(folder: Path) -> str:
+    def fail(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    profile = DeviceProfile.load("cpu")
+    model, config = small_model(implementation="distca"), hf_distca.DistCAConfig(tokens_per_rank=64)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(costs_module, "measured_profile", lambda *_, **__: profile)
+        patch.setattr(costs_module, "with_links", lambda *_, **__: profile)
+        patch.setattr(DeviceProfile, "save", fail)
+        with pytest.raises(RefusedError) as caught:
+            make_dispatcher(model, config, CPU, folder=folder)
+    return str(caught.value)
+
+
+def test_a_full_disk_ends_all_ranks_before_training(rank_pools, tmp_path):
+    (message,) = set(rank_pools[2].run(_kept_on_a_full_disk, tmp_path))
+    assert message.startswith(f"rank 0: disk full: {tmp_path} is incomplete (No space left")
 
 
 LAYERS = 3

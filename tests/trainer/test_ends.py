@@ -17,13 +17,15 @@ from unittest.mock import Mock
 
 import pytest
 import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
 from transformers import TrainerCallback
 
 from hf_distca.dispatch import signs, waits
 from hf_distca.dispatch.failures import Failures
 from hf_distca.dispatch.waits import Waits
+from hf_distca.trainer.disks import DiskError, disk_errors_named
 from hf_distca.trainer.refusals import Resume
-from hf_distca.trainer.resuming import disk_errors_named
+from hf_distca.trainer.resuming import PLACE_FILE
 from tests.ranks import own_processes
 from tests.refused import refused
 from tests.trainer.comparison import CHECKPOINTING, STRATEGIES, Run, launched
@@ -98,12 +100,12 @@ def _train(folder: Path, strategy: str, end: str = "", resume: bool = False) -> 
     ("strategy", "end", "codes", "messages"),
     [
         ("fsdp2", "killed", [-signal.SIGKILL, 1], ("", "")),
-        ("ddp", "Ctrl-C", [1, 1], ("KeyboardInterrupt", "KeyboardInterrupt")),
+        ("ddp", "Ctrl-C", [1, 1], ("KeyboardInterrupt: interrupted after step 1 of 3; ",) * 2),
         (
             "ddp",
             "disk full",
             [1, 1],
-            ("OSError: [Errno 28]", "RuntimeError: rank 0 failed: OSError: [Errno 28]"),
+            ("DiskError: disk full: ", "OtherRankError: rank 0 failed: disk full: "),
         ),
     ],
 )
@@ -293,7 +295,7 @@ def test_a_full_disk_is_reported_with_the_folder(tmp_path):
         resource.setrlimit(resource.RLIMIT_FSIZE, (sizes[file] - 1, before[1]))
         try:
             with pytest.raises(
-                OSError, match=r"File too large; .* is incomplete: remove it"
+                DiskError, match=r"^disk error: .* is incomplete \(File too large\); free"
             ) as caught:
                 train()
         finally:
@@ -303,9 +305,40 @@ def test_a_full_disk_is_reported_with_the_folder(tmp_path):
             train(resume=True)
 
 
-def test_an_error_shows_whether_the_disk_caused_it(tmp_path):
+FULL = errno.ENOSPC, os.strerror(errno.ENOSPC)
+CAUSED_BY_A_DISK = {
+    "os": lambda folder: OSError(*FULL),
+    "os, of a file": lambda folder: OSError(*FULL, f"{folder}/{PLACE_FILE}"),
     # Rust's writer removes its file when it fails: there is room again by then.
-    with pytest.raises(OSError, match="No space left on device"), disk_errors_named(tmp_path):
-        raise RuntimeError("I/O error: No space left on device (os error 28)")
-    with pytest.raises(RuntimeError, match="boom"), disk_errors_named(tmp_path):
-        raise RuntimeError("boom")
+    "Rust": lambda folder: RuntimeError("I/O error: No space left on device (os error 28)"),
+    "shards": lambda folder: CheckpointException(
+        "", {0: (ValueError("boom"), []), 1: (OSError(*FULL), [])}
+    ),
+}
+CAUSED_BY_NO_DISK = {
+    "other": lambda folder: RuntimeError("boom"),
+    "elsewhere": lambda folder: OSError(*FULL, "/elsewhere/file"),
+    "no file": lambda folder: FileNotFoundError(errno.ENOENT, "no file", f"{folder}/file"),
+    "shards": lambda folder: CheckpointException("", {0: (ValueError("boom"), [])}),
+}
+
+
+@pytest.mark.parametrize("make_error", CAUSED_BY_A_DISK.values(), ids=CAUSED_BY_A_DISK)
+def test_an_error_of_the_disk_names_the_folder(tmp_path, make_error):
+    sentence = f"^disk full: {tmp_path} is incomplete .No space left on device.; free disk space"
+    with (
+        pytest.raises(DiskError, match=sentence) as caught,
+        disk_errors_named(tmp_path.parent),
+        disk_errors_named(tmp_path),
+    ):
+        raise make_error(tmp_path)
+    assert caught.value.__suppress_context__
+    assert caught.value.__cause__ is None
+
+
+@pytest.mark.parametrize("make_error", CAUSED_BY_NO_DISK.values(), ids=CAUSED_BY_NO_DISK)
+def test_other_errors_stay(tmp_path, make_error):
+    error = make_error(tmp_path)
+    with pytest.raises(type(error)) as caught, disk_errors_named(tmp_path):
+        raise error
+    assert caught.value is error

@@ -35,6 +35,7 @@ from hf_distca.pool.rank.link import Answer, ServerLink
 from hf_distca.pool.rank.speeds import OBSERVED, Speeds, observe
 from hf_distca.pool.transport import Memory, rank_hello
 from hf_distca.pool.wire import LinkLost, MismatchError
+from hf_distca.units import counted
 
 logger = logging.getLogger(__name__)
 
@@ -237,7 +238,7 @@ class Pool:
                 self._directory.drop(server)
             remaining = "no server left, so ranks compute all tasks"
             if self.links:
-                remaining = f"{len(self.links)} servers left"
+                remaining = f"{counted(len(self.links), 'server')} left"
             self._log(
                 f"lost attention server {server} at {link.name} ({reason}): {consequence}; "
                 f"{remaining}",

@@ -394,7 +394,10 @@ class RowTravel:
         arrived = self._exchanged(
             padded_F.index_select(0, route.padded_rows), route.sent, route.received
         )
-        sums = arrived.new_zeros((self.held_rows, *arrived.shape[1:]), dtype=torch.float32)
+        sums = arrived.new_zeros(
+            (self.held_rows, *arrived.shape[1:]),
+            dtype=torch.promote_types(arrived.dtype, torch.float32),
+        )
         for entries in self._rounds:
             sums.index_add_(
                 0, route.held_rows[entries], arrived.index_select(0, entries).to(sums.dtype)

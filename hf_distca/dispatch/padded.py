@@ -305,11 +305,9 @@ class RowTravel:
         self._sequences = sequences_of_rank
         self._device = device
         shares, readers = planned.shares, planned.readers
-        # Whether any row travels to another rank: the same on every rank.
-        self._crosses = bool(
-            np.any(readers["source"] != readers["rank"])
-            or np.any((shares["source"] != NO_RANK) & (shares["source"] != shares["rank"]))
-        )
+        # Whether any row travels to another rank: the same on every rank. The sequence that a row
+        # comes from is one of its readers.
+        self._crosses = bool(np.any(readers["source"] != readers["rank"]))
         shares_of_rank = shares[shares["rank"] == groups.rank]
         rows = shares_of_rank["stop"] - shares_of_rank["start"]
         self.held_rows = int(rows.sum())

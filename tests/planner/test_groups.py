@@ -53,6 +53,11 @@ def in_groups(lengths, placing, tokens, count=1, *, evenly=False, **settings):
     )
 
 
+def ranks_of(nano, document):
+    segments = nano.layout.segments
+    return sorted(segments["rank"][segments["document"] == document].tolist())
+
+
 @pytest.mark.parametrize(
     ("lengths", "sizes", "tokens", "options", "documents", "seconds"),
     [
@@ -254,6 +259,17 @@ def test_the_second_nano_batch_gives_its_extra_row_to_the_last_rank():
     nano_batches = in_groups([101, 101], placed([101, 101], (2,), 101), 101, count=2)
     tokens = [nano_batch.layout.tokens.tolist() for nano_batch in nano_batches]
     assert tokens == [[51, 50], [50, 51]]
+
+
+def test_documents_of_both_nano_batches_stay_on_their_nodes():
+    # A node has rank 0, another one ranks 1 and 2. A document of 20 tokens takes two ranks.
+    lengths = [20, 20, 10, 10]
+    nano_batches = in_groups(lengths, placed(lengths, (3,), 20), 20, 2, ranks_per_node=(1, 2))
+    ranks = [
+        {int(nano.documents[document]): ranks_of(nano, document) for document in (0, 1)}
+        for nano in nano_batches
+    ]
+    assert ranks == [{0: [1, 2], 2: [0]}, {1: [1, 2], 3: [0]}]
 
 
 @settings(max_examples=60, deadline=None)

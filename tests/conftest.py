@@ -1,12 +1,19 @@
 import gc
 import os
 import re
+import sys
 from collections.abc import Iterator
 
 import pytest
 from hypothesis import settings
 
-from tests.ranks import EARLIER_NAMES, RankPool, backward_in_a_thread, with_backward_in_a_thread
+from tests.ranks import (
+    EARLIER_NAMES,
+    RankPool,
+    backward_in_a_thread,
+    poison_unsent_numbers,
+    with_backward_in_a_thread,
+)
 
 LAUNCHES = re.compile(r"^from tests\.(launch|examples\.running|trainer\.comparison) ", re.M)
 """Imports of files that launch, or train on processes of their own."""
@@ -68,7 +75,12 @@ def zero_pools() -> Iterator[dict[str, RankPool]]:
 
 
 def pytest_collection_finish() -> None:
-    """Keep imported objects out of garbage collections, of which each trainer makes several."""
+    """Poison row numbers that are never sent, where tests have imported torch.
+
+    Keep imported objects out of garbage collections, of which each trainer makes several.
+    """
+    if "hf_distca.dispatch.rows" in sys.modules:
+        poison_unsent_numbers()
     gc.freeze()
 
 

@@ -18,6 +18,8 @@ from typing import Any
 from unittest.mock import patch
 
 TIMEOUT_S = 90
+POISON = 0x7F
+"""Each byte of a row number that was never sent."""
 EARLIER_NAMES = ".gradient_checkpointing"
 """Beginning of transformers' warnings of earlier names.
 
@@ -185,6 +187,7 @@ def _become_rank(rank: int, size: int, port: int) -> None:
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     import torch
 
+    poison_unsent_numbers()
     warnings.filterwarnings("error", EARLIER_NAMES, FutureWarning)
     # As in a process that is launched: what a forkserver has made would make processes that import
     # everything anew.
@@ -216,6 +219,25 @@ def free_port() -> int:
         with socket.socket() as probe, suppress(OSError):
             probe.bind(("127.0.0.1", port))
             return port
+
+
+def poison_unsent_numbers() -> None:
+    """Let index tensors on the CPU have no row numbers before their buffer is sent, as on a GPU.
+
+    Numbers that were never sent are beyond all rows, so that reading by them fails.
+    """
+    import torch
+
+    from hf_distca.dispatch import rows
+
+    device_bytes = rows.device_bytes
+
+    def poisoned(host_B: torch.Tensor, device: torch.device) -> torch.Tensor:
+        if device.type != "cpu":
+            return device_bytes(host_B, device)
+        return torch.full_like(host_B, POISON)
+
+    rows.device_bytes = poisoned
 
 
 @contextmanager

@@ -307,11 +307,9 @@ class RowTravel:
         self._sequences = sequences_of_rank
         self._device = device
         shares, readers = planned.shares, planned.readers
-        # Whether any row travels to another rank: the same on every rank.
-        self._crosses = bool(
-            np.any(readers["source"] != readers["rank"])
-            or np.any((shares["source"] != NO_RANK) & (shares["source"] != shares["rank"]))
-        )
+        # Whether any row travels to another rank: the same on every rank. The sequence that a row
+        # comes from is one of its readers.
+        self._crosses = bool(np.any(readers["source"] != readers["rank"]))
         shares_of_rank = shares[shares["rank"] == groups.rank]
         rows = shares_of_rank["stop"] - shares_of_rank["start"]
         self.held_rows = int(rows.sum())
@@ -396,7 +394,10 @@ class RowTravel:
         arrived = self._exchanged(
             padded_F.index_select(0, route.padded_rows), route.sent, route.received
         )
-        sums = arrived.new_zeros((self.held_rows, *arrived.shape[1:]), dtype=torch.float32)
+        sums = arrived.new_zeros(
+            (self.held_rows, *arrived.shape[1:]),
+            dtype=torch.promote_types(arrived.dtype, torch.float32),
+        )
         for entries in self._rounds:
             sums.index_add_(
                 0, route.held_rows[entries], arrived.index_select(0, entries).to(sums.dtype)

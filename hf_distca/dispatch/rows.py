@@ -53,9 +53,7 @@ class IndexBuffer:
             self.send()
             size = max(CHUNK_BYTES, dense.nbytes)
             self._host_B = host_bytes(size, pinned=self.device.type == "cuda")
-            self._device_B = self._host_B
-            if self.device.type != "cpu":
-                self._device_B = torch.empty(size, dtype=torch.uint8, device=self.device)
+            self._device_B = device_bytes(self._host_B, self.device)
         start = self._used
         stop = self._used + dense.nbytes
         self._host_B.numpy()[start:stop] = dense.view(np.uint8)
@@ -78,6 +76,13 @@ class IndexBuffer:
 def host_bytes(size: int, *, pinned: bool) -> Tensor:
     """Return [size] uint8 on the host; pinned memory is for copies to a GPU."""
     return torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
+
+
+def device_bytes(host_B: Tensor, device: torch.device) -> Tensor:
+    """Return [size] uint8 on a device, as much as on the host; on the CPU the host's own memory."""
+    if device.type == "cpu":
+        return host_B
+    return torch.empty(len(host_B), dtype=torch.uint8, device=device)
 
 
 def row_index(rows: IntArray, buffer: IndexBuffer) -> RowIndex:

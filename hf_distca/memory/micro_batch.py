@@ -28,7 +28,7 @@ from hf_distca.dispatch.attention import disaggregated_attention
 from hf_distca.dispatch.bound import BoundPlan, Runtime
 from hf_distca.dispatch.checkpoints import is_recomputation
 from hf_distca.dispatch.recorder import Recorder
-from hf_distca.dispatch.rows import host_bytes
+from hf_distca.dispatch.rows import device_bytes
 from hf_distca.kernels import KERNELS, AttentionParams
 from hf_distca.memory.launches import with_liger, without_launches
 from hf_distca.memory.live import LiveMemory, Part
@@ -241,12 +241,12 @@ def bound_plan(plan: MicroBatchPlan, rank: int, use: Use, live: LiveMemory) -> B
     )
     row_numbers: list[Tensor] = []
 
-    def noted_bytes(size: int, *, pinned: bool) -> Tensor:
-        row_numbers.append(host_bytes(size, pinned=pinned))
+    def noted_bytes(host_B: Tensor, device: torch.device) -> Tensor:
+        row_numbers.append(device_bytes(host_B, device))
         return row_numbers[-1]
 
     # A mode that sees each of many small tensors would take longer than the binding.
-    with patch.object(rows, "host_bytes", noted_bytes):
+    with patch.object(rows, "device_bytes", noted_bytes):
         bound = BoundPlan(
             plan, rank, runtime, kept_results=CountedResults(live), in_one_go=not on_cpu
         )

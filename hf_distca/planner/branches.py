@@ -102,7 +102,7 @@ class Forest:
     def tree_seconds(self, costs: StepCosts) -> FloatArray:
         """Return [trees] seconds of computing each tree, as `document_seconds` of documents."""
         starts = self.branches.starts
-        before = np.where(starts > 0, document_seconds(np.maximum(starts, 1), costs), 0.0)
+        before = np.where(starts > 0, document_seconds(starts, costs), 0.0)
         seconds = document_seconds(self.lengths, costs) - before
         tree_seconds = np.bincount(
             self.placed["document"], seconds[self.order], len(self.tree_lengths)

@@ -140,7 +140,7 @@ def _without_poor_roots(prefixes: SharedPrefixes, most_rows: int) -> SharedPrefi
     replaced = documents.copy()  # a document that is divided is replaced by its first branch
     # 1. Divide trees until none is poor: a branch that is freed is the root of a smaller tree.
     while True:
-        own_rows = np.where(replaced == documents, prefixes.lengths - starts, 0)
+        own_rows = prefixes.lengths - starts
         root_of = documents.copy()
         for document in np.flatnonzero(parents >= 0).tolist():
             root_of[document] = root_of[parents[document]]

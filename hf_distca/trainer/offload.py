@@ -36,7 +36,7 @@ class RankNeeds(NamedTuple):
     host: str
     available: int  # bytes of memory that its host, or its container there, can still give
     layer_bytes: int  # bytes of the checkpoint of a layer with all rows
-    excess: int  # bytes by which training exceeds the device's memory
+    excess: int  # bytes by which training exceeds the device's memory, at least 0
 
     @property
     def host_bytes(self) -> int:
@@ -60,8 +60,8 @@ def offload_activations(
     Args:
         model: the model before it is wrapped; changed in place.
         checkpointed: number of layers that have checkpoints.
-        excess: bytes by which training exceeds the device's memory, for "auto"; the largest of all
-            ranks counts.
+        excess: bytes by which training exceeds the device's memory, at least 0, for "auto"; the
+            largest of all ranks counts.
         hidden_bytes: bytes of a value of the hidden state; None for the model's dtype.
 
     Raises:
@@ -110,7 +110,7 @@ def chosen_layers(needs_of_ranks: list[RankNeeds], possible: int, setting: bool 
     layers = possible
     if setting == AUTO:
         missing = max(-(-needs.excess // needs.layer_bytes) for needs in needs_of_ranks)
-        layers = min(possible, max(missing, 0))
+        layers = min(possible, missing)
     hosts = dict.fromkeys(needs.host for needs in needs_of_ranks)
     for host in hosts:
         ranks_there = [needs for needs in needs_of_ranks if needs.host == host]

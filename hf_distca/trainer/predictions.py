@@ -51,8 +51,8 @@ class TokenFigures:
         """Add a chunk of rows."""
         counts_C = target_C != IGNORED_TARGET
         # Like argmax, max returns the first of several greatest values; on CPUs it takes half of
-        # argmax's time.
-        hits_C = (logits_CV.max(-1).indices == target_C) & counts_C
+        # argmax's time. No value has the index of an ignored target.
+        hits_C = logits_CV.max(-1).indices == target_C
         entropy_C = torch.where(counts_C, entropies(log_probs_CV), 0.0)
         sums = torch.stack(
             [rows.sum(dtype=torch.float64) for rows in (counts_C, hits_C, entropy_C)]

@@ -117,7 +117,7 @@ class RolloutMixin(TRLMixin):
             }
             batches.append(batch)
         plan_ahead(self.model, batches)
-        return micro_batches[trainer._step % len(micro_batches)]
+        return micro_batches[0]  # TRL generates only before the first of them
 
     def _divided_by_prompts(self, micro_batches: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Return the micro-batches with completions of a prompt together, if the loss allows it."""

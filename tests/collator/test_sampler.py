@@ -183,3 +183,8 @@ def test_micro_batches_of_a_data_set_are_drawn_for_whole_ranks_where_that_pays()
     assert not draws_for_whole_ranks(lengths[:0], slow_or_free(SLOW), seed=1)
     # A large data set.
     assert draws_for_whole_ranks(np.array([280] * 40_000), slow_or_free(SLOW), seed=1)
+    # A sorted one: it would pay for the documents of the first 32 micro-batches alone.
+    assert draws_for_whole_ranks(np.array([280] * 300), slow_or_free(SLOW), seed=1)
+    assert not draws_for_whole_ranks(
+        np.array([280] * 300 + [320] * 2000), slow_or_free(SLOW), seed=1
+    )

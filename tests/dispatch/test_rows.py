@@ -36,7 +36,9 @@ CPU = torch.device("cpu")
 
 @pytest.mark.parametrize("rows", [[], [2, 3], [5, 6, 0, 3]], ids=["none", "slice", "scattered"])
 def test_rows_by_index(rows):
-    index = row_index(np.array(rows, np.int64), IndexBuffer(CPU))
+    buffer = IndexBuffer(CPU)
+    index = row_index(np.array(rows, np.int64), buffer)
+    buffer.send()
     assert isinstance(index, slice) == (rows != [5, 6, 0, 3])
     x = torch.arange(8.0).view(8, 1).expand(8, 3)
     taken = take(x, index)
@@ -89,7 +91,10 @@ def test_one_copy_where_there_is_room(monkeypatch, chunk, copies):
 
 def row_sum(sources, rows, **options):
     by_name = {str(number): np.array(source, np.int64) for number, source in enumerate(sources)}
-    return RowSum(by_name, rows, IndexBuffer(CPU), **options)
+    buffer = IndexBuffer(CPU)
+    total = RowSum(by_name, rows, buffer, **options)
+    buffer.send()
+    return total
 
 
 def column(*values, dtype=torch.float32):
@@ -176,7 +181,9 @@ def addends_of_two_sources(onto):
     Return the written rows, the first addend of each, and the (source, row) of each addend.
     """
     targets = [np.array(source, np.int64) for source in ([2, 0, 2], [0, 2])]
-    rows, ends, addends = addend_table(targets, 3, onto, IndexBuffer(CPU))
+    buffer = IndexBuffer(CPU)
+    rows, ends, addends = addend_table(targets, 3, onto, buffer)
+    buffer.send()
     sources_and_rows = [
         (addend & (1 << SOURCE_BITS) - 1, addend >> SOURCE_BITS) for addend in addends.tolist()
     ]

@@ -97,9 +97,13 @@ def test_sum(fused, name, of_sum, dtype, numbers, monkeypatch):
     out = strided(4, 6, of_sum, generator)
     if onto:
         rows[0] = out.clone()
-    expected = RowSum(dict(enumerate(targets)), 4, IndexBuffer(CPU), in_place=False).add_up(rows)
+    buffer = IndexBuffer(CPU)
+    expected_sum = RowSum(dict(enumerate(targets)), 4, buffer, in_place=False)
+    table = addend_table(targets, 4, onto, buffer)
+    buffer.send()
+    expected = expected_sum.add_up(rows)
 
-    fused.sum_rows(out, *addend_table(targets, 4, onto, IndexBuffer(CPU)), rows, onto)
+    fused.sum_rows(out, *table, rows, onto)
     # The interpreter cuts bfloat16 off instead of rounding it.
     rtol = 2**-7 if of_sum == torch.bfloat16 else 1e-6 if of_sum != dtype else 0
     torch.testing.assert_close(out, expected, rtol=rtol, atol=0)

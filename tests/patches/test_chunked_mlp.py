@@ -120,6 +120,22 @@ def test_rows_of_chunks_are_those_of_all_rows():
             assert torch.equal(norm(), result)
 
 
+class WithResidualLayerNorm(torch.nn.Module):
+    """A norm of rows to which other rows are added before, as fla's norms do it."""
+
+    def forward(self, x, residual=0):
+        return x + residual
+
+
+def test_norms_of_rows_and_other_rows_compute_all_rows_at_once():
+    model = small_model()
+    norm = model.model.layers[0].input_layernorm = WithResidualLayerNorm()
+    chunk_layers(model, 2)
+    x = torch.arange(6.0).view(1, 3, 2)
+    assert norm(x).tolist() == x.tolist()
+    assert norm(x, x).tolist() == norm(x, residual=x).tolist() == (2 * x).tolist()
+
+
 def test_activations_do_not_grow_with_the_width_of_the_mlp():
     taken = {}
     for width in (640, 1280):

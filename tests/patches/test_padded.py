@@ -214,6 +214,10 @@ def generate_on_one_rank() -> None:
                 cache = outputs.past_key_values
                 prompt = torch.cat([prompt, token], 1)
             assert torch.equal(prompt, expected)
+            # A user who catches an error of `generate` goes on training.
+            with pytest.raises(ValueError, match="max_new_tokens"):
+                model.generate(prompt, max_new_tokens=0)
+            assert model.base_model.packs
     finally:
         dispatcher.close()
 

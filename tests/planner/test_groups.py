@@ -5,8 +5,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_distca.plan import AttentionKind
+from hf_distca.plan import AttentionKind, Branches
 from hf_distca.plan.metrics import loads_of
+from hf_distca.planner.branches import Forest
 from hf_distca.planner.groups import (
     divide_evenly,
     joined_nodes,
@@ -50,6 +51,11 @@ def in_groups(lengths, placing, tokens, count=1, *, evenly=False, **settings):
     return nano_batches_in_groups(
         np.array(lengths), placing, of_plans, costs(), count, evenly=evenly
     )
+
+
+def ranks_of(nano, document):
+    segments = nano.layout.segments
+    return sorted(segments["rank"][segments["document"] == document].tolist())
 
 
 @pytest.mark.parametrize(
@@ -211,6 +217,19 @@ def test_a_short_document_costs_more_a_pair():
     assert seconds.tolist() == [10 * 10, 600 * 512]
 
 
+def test_rows_that_branches_share_cost_once():
+    # Two branches continue a root of 4 rows, of which rows 0 to 3 have 10 pairs. The branches have
+    # rows 4 and 5, with 11 pairs, and rows 4 to 6, with 18. A third document stays alone.
+    branches = Branches(np.array([-1, 0, 0, -1]), np.array([0, 4, 4, 0]))
+    forest = Forest.of(np.array([4, 6, 7, 2]), branches)
+    seconds = forest.tree_seconds(costs(token=100.0))
+    assert seconds.tolist() == [100 * (4 + 2 + 3) + 10 + 11 + 18, 100 * 2 + 3]
+    # The document alone is a task, in the forward and in the backward.
+    kernel = KernelCost(0.0, 0.0, 0.0, 0.0, task=1.0)
+    of_tasks = replace(costs(), kinds=(KindCosts(KIND, 1, kernel, kernel),))
+    assert forest.tree_seconds(of_tasks)[1] == 2
+
+
 @st.composite
 def micro_batches(draw):
     ranks = draw(st.integers(2, 6))
@@ -240,6 +259,17 @@ def test_the_second_nano_batch_gives_its_extra_row_to_the_last_rank():
     nano_batches = in_groups([101, 101], placed([101, 101], (2,), 101), 101, count=2)
     tokens = [nano_batch.layout.tokens.tolist() for nano_batch in nano_batches]
     assert tokens == [[51, 50], [50, 51]]
+
+
+def test_documents_of_both_nano_batches_stay_on_their_nodes():
+    # A node has rank 0, another one ranks 1 and 2. A document of 20 tokens takes two ranks.
+    lengths = [20, 20, 10, 10]
+    nano_batches = in_groups(lengths, placed(lengths, (3,), 20), 20, 2, ranks_per_node=(1, 2))
+    ranks = [
+        {int(nano.documents[document]): ranks_of(nano, document) for document in (0, 1)}
+        for nano in nano_batches
+    ]
+    assert ranks == [{0: [1, 2], 2: [0]}, {1: [1, 2], 3: [0]}]
 
 
 @settings(max_examples=60, deadline=None)

@@ -84,6 +84,12 @@ class TestSharedPrefixes:
         documents = [(-1, 0, 4, 0), (0, 4, 5, 0), (0, 4, 5, 1), (-1, 0, 3, 2)]
         assert described(prefixes) == (documents, [1, 2, 3])
 
+    def test_a_sequence_that_ended_in_a_root_ends_in_the_branch_that_is_left_of_it(self):
+        # Two roots of the second sequence are divided: first [1, 2], then [1, 2, 3, 4].
+        sequences = [[9, 9], [1, 2], [1, 2, 3, 4, 5, 6], [1, 2, 3, 4, 7, 8], [1, 2, 9]]
+        documents = [(-1, 0, 2, 0), (-1, 0, 6, 2), (-1, 0, 6, 3), (-1, 0, 3, 4)]
+        assert described(shared(sequences, most_rows=5)) == (documents, [0, 1, 1, 2, 3])
+
     @given(
         st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=9), min_size=1, max_size=8),
         st.integers(1, 40),

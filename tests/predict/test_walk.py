@@ -396,3 +396,22 @@ def test_a_forward_alone_waits_for_no_gradients():
         for step_costs in (costs, costs.forward_only())
     )
     assert (both.seconds, forward.seconds) == (3.0, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "seconds"), [(0.0, 1.0, 24 + 24 + 24 + 8 + 8), (1.0, 0.0, 24 + 24 + 8 + 48)]
+)
+def test_a_backward_begins_with_what_follows_core_attention_in_the_forward(before, after, seconds):
+    """Each nano-batch has 24 tokens on a rank, of which rank 1 computes 8: their do, o and q travel
+    for 24 seconds, and dq for 8.
+
+    The backward of what follows core attention hides the rows of the other nano-batch. If nothing
+    follows, all 48 tokens come once the first dq is there.
+    """
+    kind, nothing, link = AttentionKind(), KernelCost(0, 0, 0, 0), LinkCost(0.0, 1.0)
+    costs = StepCosts(
+        *((KindCosts(kind, 1, nothing, nothing),), before, after, 1.0, 0.0, Links(link, link)),
+        directions=("backward",),
+    )
+    nano_batches, layouts = [{kind: counted((0, 0), rows=8)}] * 2, [fixed_layout([[48]], 2)] * 2
+    assert predict_step(nano_batches, layouts, costs, [0, 0]).seconds == seconds

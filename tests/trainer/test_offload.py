@@ -42,6 +42,8 @@ def needs(host: str, available: int, excess: int = 0, layer: int = GB) -> RankNe
         # 0.9 of 20 GB hold 8 layers of two ranks, with a remainder of 67 MB for each.
         (2 * [needs("a", 20 * GB, excess=50 * GB)], "auto", 8),
         ([needs("a", 20 * GB, excess=50 * GB), needs("b", 6 * GB)], "auto", 5),
+        # Ranks of a host may read its free memory at different times: the least counts.
+        ([needs("a", 20 * GB, excess=50 * GB), needs("a", 6 * GB)], "auto", 2),
     ],
 )
 def test_as_many_layers_as_do_not_fit_and_as_the_host_holds(of_ranks, asked, expected):
@@ -156,7 +158,13 @@ def fitted(
 
 @pytest.mark.parametrize(
     ("asked", "excess", "layers"),
-    [("auto", 0, 0), ("auto", 1, 1), ("auto", LAYER + 1, 2), (False, 1, 0)],
+    [
+        ("auto", -2 * LAYER, 0),
+        ("auto", 0, 0),
+        ("auto", 1, 1),
+        ("auto", LAYER + 1, 2),
+        (False, 1, 0),
+    ],
 )
 def test_a_gpu_whose_memory_is_too_small(asked, excess, layers):
     found = fitted(excess, offload_activations=asked, mlp_chunk_rows=0)

@@ -441,7 +441,7 @@ def test_compressed_files_tables_with_tabs_and_patterns_hold_lengths(run, tmp_pa
     (tmp_path / "b.tsv").write_text("length\ttext\n4\tx\n6\ty, z\n")
     for name in ("a.jsonl.gz", "b.tsv"):
         printed = run("plan", "--lengths", str(tmp_path / name), *SMALL)[1]
-        assert "documents                      2, 10 tokens" in printed
+        assert "documents                      2 of 10 tokens" in printed
     (tmp_path / "d.csv").write_text("length\n4\n")
     assert "16 tokens" in run("plan", "--lengths", str(tmp_path / "[ad].*"), *SMALL)[1]  # drawn
     (tmp_path / "c.bin").write_bytes(b"\0")

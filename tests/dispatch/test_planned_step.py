@@ -234,6 +234,7 @@ CASES = {
     "random-two-nodes-of-two": at_random("gpt_oss", ranks=4, checkpointing=False, ping_pong=True),
     "checkpoint": Case(checkpointing=False, **ALONE),
     "reentrant": Case(checkpointing=True, **ALONE),
+    "reentrant-kept": Case(keep_received=True, checkpointing=True, **ALONE),
     "lora": Case(lora=True, **ALONE),
     "lora-checkpoint": Case(lora=True, checkpointing=False, **ALONE),
     "lora-reentrant": Case(lora=True, checkpointing=True, **ALONE),

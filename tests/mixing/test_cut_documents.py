@@ -2,6 +2,8 @@
 process.
 """
 
+import gc
+import weakref
 from functools import cache, partial
 
 import pytest
@@ -10,10 +12,14 @@ import torch.distributed as dist
 from transformers.models.lfm2 import modeling_lfm2
 from transformers.models.qwen3_next import modeling_qwen3_next
 
+from hf_distca import DistCAConfig
 from hf_distca.dispatch.cuts import StateExchange
 from hf_distca.dispatch.exchange import Exchange
+from hf_distca.models.checkpointing import enable_checkpointing
 from hf_distca.models.mixing import DELTA_RULE, FUNCTIONS
-from tests.mixing.steps import Step, assert_equal, reference, step
+from hf_distca.trainer.assembly import make_dispatcher
+from tests.mixing.steps import Step, assert_equal, cut_plan, make_model, reference, step
+from tests.models_and_batches import cut_rows, random_documents
 
 pytestmark = pytest.mark.usefixtures("backward_thread")
 
@@ -62,6 +68,7 @@ JOINED = {
 }
 """The same segments in one nano-batch."""
 JOINT = {"document_layout": "joint"}
+CPU = torch.device("cpu")
 
 
 @cache
@@ -163,6 +170,24 @@ def test_exchanges_end_on_ranks_without_a_cut_segment_and_states_travel_in_float
             if name.startswith(("halos", "states"))
         }
         assert mixing_dtypes == {("halos", dtype_of_halos), ("states", torch.float32)}
+
+
+def test_a_forward_without_a_backward_leaves_nothing():
+    """Results that a checkpoint keeps do not keep the graph in which they are, and with it
+    themselves.
+    """
+    model = make_model("qwen3_next")
+    dispatcher = make_dispatcher(model, DistCAConfig(tokens_per_rank=64, **JOINT), CPU)
+    enable_checkpointing(model, {"use_reentrant": False})
+    one_rank = [[(0, 0, 5), (1, 0, 3), (0, 5, 9)]]
+    bound = dispatcher.bind(cut_plan([9, 3], [one_rank], dispatcher.settings))
+    kept = weakref.ref(bound.kept_results)
+    batch = cut_rows(bound.plan, 0, random_documents([9, 3]))
+    loss = model(**batch, labels=batch["shift_labels"], distca_plan=bound).loss
+    assert len(kept()) == 3  # halos, states and core attention
+    del bound, batch, loss
+    gc.collect()
+    assert kept() is None
 
 
 def _order() -> list[str]:

@@ -247,7 +247,8 @@ def test_where_nothing_moves_a_layer_is_one_kernel_call_each_way(
         )
         assert views == {"squeeze": 4, "transpose": 6, "unsqueeze": 4, "permute": 2, "detach": 2}
         with without_numbers():  # results that are not kept are computed again
-            model, bound = made("llama"), bound_plan(plan, RANK, group, keep_core_attention=False)
+            model, bound = made("llama"), bound_plan(plan, RANK, group)
+            monkeypatch.setattr(bound.kept_results, "keep", lambda *_: None)
             assert besides_views(counted_step(model, bound, "non-reentrant"), 1) == {"attention": 3}
 
 

@@ -190,7 +190,7 @@ class _Send(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, _token: Tensor) -> tuple[Tensor | None, ...]:
-        return None, *ctx.core.end().results.at("local")
+        return None, *ctx.core.end()
 
 
 class _Compute(torch.autograd.Function):
@@ -222,7 +222,7 @@ class _Receive(torch.autograd.Function):
         results = core.first_results
         core.first_results = None  # autograd keeps them, or hooks that offload them
         if results is None:
-            results = _with_sinks(core.end().results.at("local"), sinks_H)
+            results = _with_sinks(core.end(), sinks_H)
         return _save(ctx, qkv, results, sinks_H)
 
     @staticmethod

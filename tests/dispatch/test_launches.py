@@ -249,18 +249,18 @@ def test_where_nothing_moves_a_layer_is_one_kernel_call_each_way(
         )
         assert views == {"squeeze": 4, "transpose": 6, "unsqueeze": 4, "permute": 2, "detach": 2}
         with without_numbers():  # results that are not kept are computed again
-            model, bound = made("llama"), bound_plan(plan, RANK, group, keep_core_attention=False)
+            model, bound = made("llama"), bound_plan(plan, RANK, group)
+            monkeypatch.setattr(bound.kept_results, "keep", lambda *_: None)
             assert besides_views(counted_step(model, bound, "non-reentrant"), 1) == {"attention": 3}
 
 
 def test_memory_of_a_direction_ends_with_it(group):
     """That of a backward's inputs ends before: while the last rows travel."""
     settings = PlanSettings(RANKS, 1024, (SMALL_KIND,), balance_block_size=16)
-    params = AttentionParams(1.0)
     with without_numbers():
         bound = bound_plan(plan_micro_batch(LENGTHS, settings), RANK, group)
         (nano_batch,) = bound.nano_batches
-        core = CoreAttention(bound.runtime, nano_batch, SMALL_KIND, params, kept_rows="received")
+        core = CoreAttention(bound.runtime, nano_batch, SMALL_KIND, AttentionParams(1.0))
         q, k, v = (
             torch.empty(bound.rows, heads, 8, dtype=torch.bfloat16, device=META)
             for heads in (4, 2, 2)
@@ -268,19 +268,17 @@ def test_memory_of_a_direction_ends_with_it(group):
         core.begin("forward", q, k, v)
         forward = weakref.ref(core.running)
         core.running.go_on()
-        ended = core.end()
-        o, lse = ended.results.at("local")
-        received = ended.rows_for_backward()
-        del ended
+        o, lse = core.end()
         assert forward() is None
         do = torch.empty_like(o)
-        inputs = [weakref.ref(x) for x in (do, *received.values())]
-        core.begin("backward", do, q, k, v, o, lse, received=received)
-        del do, received
+        inputs = weakref.ref(do)
+        core.begin("backward", do, q, k, v, o, lse)
+        backward = weakref.ref(core.running)
+        del do
         core.running.go_on()
-        assert len(inputs) == 4  # do, q, k and v
-        assert [x() for x in inputs] == [None] * 4
-        assert [x.shape for x in core.end().results.at("local")] == [q.shape, k.shape, v.shape]
+        assert inputs() is None
+        assert [x.shape for x in core.end()] == [q.shape, k.shape, v.shape]
+        assert backward() is None
 
 
 CUDA = torch.device("cuda", 0)

@@ -62,7 +62,6 @@ class Trees:
     ping_pong: bool
     stage_rows: int | None
     in_nodes: bool  # whether K/V rows are forwarded inside nodes
-    keep_received: bool
     has_sinks: bool
     tasks_seed: int | None  # tasks cut anywhere, for any workers; None for those of the planner
     has_servers: bool  # whether two servers take part
@@ -87,10 +86,10 @@ def drawn_sequences(draw: st.DrawFn) -> tuple[Tokens, ...]:
 
 
 @cache
-def dispatcher(keep_received: bool) -> Dispatcher:
+def dispatcher() -> Dispatcher:
     """A dispatcher of this rank, with two nodes: of one rank, and of two."""
     plan_settings = PlanSettings(RANKS, 4096, (KIND,), kernel="reference", ranks_per_node=(1, 2))
-    return Dispatcher(plan_settings, torch.device("cpu"), keep_received=keep_received)
+    return Dispatcher(plan_settings, torch.device("cpu"))
 
 
 def with_random_tasks(plan: MicroBatchPlan, seed: int) -> MicroBatchPlan:
@@ -225,7 +224,7 @@ def compare_with_sequences_alone(trees: Trees) -> int:
     """Compare outputs and gradients; return the number of rows that were not computed."""
     rank, of_ranks, plans = dist.get_rank(), trees.of_ranks(), planned(trees)
     (plan,) = plans.sequences.plans
-    tree_dispatcher = dispatcher(trees.keep_received)
+    tree_dispatcher = dispatcher()
     tree_dispatcher.remote = TreeServers(tree_dispatcher, trees) if trees.has_servers else None
     bound = tree_dispatcher.bind(as_drawn(plan, trees, tree_dispatcher.settings.nodes))
     rows = Rows([tokens for of_rank in of_ranks for tokens in of_rank])
@@ -275,7 +274,6 @@ DRAWN = st.builds(
     ping_pong=st.booleans(),
     stage_rows=st.sampled_from([None, 1, 4]),
     in_nodes=st.booleans(),
-    keep_received=st.booleans(),
     has_sinks=st.booleans(),
     tasks_seed=st.none() | st.integers(0, 99),
     has_servers=st.booleans(),

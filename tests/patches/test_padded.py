@@ -542,7 +542,7 @@ def test_equal_beginnings_are_computed_once(rank_pools, name, ranks, subtests):
         (5, {**JOINT, "ping_pong": True}, {}),
         (4, {**JOINT, "ping_pong": False, **IN_STAGES}, {"checkpointing": True}),
         (3, {**JOINT, **IN_STAGES, **(ON_TWO_NODES if ranks == 3 else {})}, {}),
-        (4, {**JOINT, "keep_received": True}, {"lora": name in WITH_LORA}),
+        (4, JOINT, {"lora": name in WITH_LORA}),
     ):
         with subtests.test(f"blocks of {block}", **settings, **options):
             results = rank_pools[ranks].run(

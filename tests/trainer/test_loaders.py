@@ -20,11 +20,11 @@ from transformers import TrainerCallback
 
 from hf_distca.batches.limits import NO_LIMITS
 from hf_distca.batches.packed import batch_document_lengths
-from hf_distca.collator import collation
 from hf_distca.collator.padding_free import CollatorWithLengths
 from hf_distca.collator.refusals import Data
 from hf_distca.dispatch import dispatcher
 from hf_distca.plan import PLAN_KEY
+from hf_distca.planner import sequences
 from hf_distca.planner.micro_batch import PlanSettings
 from hf_distca.trainer.loaders import (
     PackedLoaders,
@@ -247,7 +247,7 @@ def test_training_plans_and_binds_ahead(tmp_path, monkeypatch, source):
     bind = trainer.dispatcher.bind
     compute_loss = trainer.compute_loss
     collator = trainer.data_collator
-    for module, name in ((collation, "plan_micro_batch"), (dispatcher, "plan_placed")):
+    for module, name in ((sequences, "plan_micro_batch"), (dispatcher, "plan_placed")):
         plan = getattr(module, name)
         monkeypatch.setattr(
             module, name, lambda *a, plan=plan: (events.append("plan"), plan(*a))[1]
@@ -286,11 +286,11 @@ def test_training_plans_and_binds_ahead(tmp_path, monkeypatch, source):
 def test_an_evaluation_plans_and_binds_ahead(tmp_path, monkeypatch):
     trainer = make_trainer(str(tmp_path), lengths=[150] * 3)
     events: list[str] = []
-    plan = collation.plan_micro_batch
+    plan = sequences.plan_micro_batch
     bind = trainer.dispatcher.bind
     prediction_step = trainer.prediction_step
     monkeypatch.setattr(
-        collation, "plan_micro_batch", lambda *a: (events.append("plan"), plan(*a))[1]
+        sequences, "plan_micro_batch", lambda *a: (events.append("plan"), plan(*a))[1]
     )
     monkeypatch.setattr(
         trainer.dispatcher, "bind", lambda plan: (events.append("bind"), bind(plan))[1]

@@ -58,12 +58,16 @@ def test_loaders_are_made_as_the_arguments_say(tmp_path):
     trainer.args.dataloader_pin_memory = True
     loader = trainer.get_train_dataloader()
     assert loader.num_workers == 1
+    assert loader.base_dataloader.timeout == trainer.args.exchange_timeout / 2
     assert loader.persistent_workers is True
     assert loader.prefetch_factor == 3
     assert loader.pin_memory is True
     assert loader._non_blocking is True
     assert loader.device == trainer.args.device
     # Also of evaluations, and by a custom collator.
+    trainer = make_trainer(str(tmp_path), "flattened", dataloader_num_workers=1)
+    loader = trainer.get_train_dataloader()
+    assert loader.base_dataloader.timeout == trainer.args.exchange_timeout / 2
     trainer = make_trainer(
         str(tmp_path), "flattened", lengths=[40, 30], per_device_eval_batch_size=2
     )

@@ -403,4 +403,4 @@ def test_a_checkpoint_that_one_rank_lacks(rank_pools, whole_run, tmp_path):
         _error_of_own_folder, [str(whole_run("packed")[1]), str(tmp_path)]
     ):
         assert re.match(pattern(Resume.NO_CHECKPOINT, given=True), error)
-        assert "checkpoint-12; none)" in error
+        assert "checkpoint-6; none)" in error

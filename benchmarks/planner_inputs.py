@@ -15,9 +15,8 @@ from hf_distca.plan import SEGMENT, AttentionKind, Layout, Plan
 from hf_distca.plan.cost import RowBytes
 from hf_distca.plan.intervals import row_counts
 from hf_distca.plan.metrics import bytes_moved, loads_of
-from hf_distca.plan.nodes import node_sizes
 from hf_distca.planner.balance import balance
-from hf_distca.planner.joint import joint_layout
+from hf_distca.planner.build import nano_batches_as_set
 from hf_distca.planner.layout import fixed_layout
 from hf_distca.planner.settings import PlanSettings
 
@@ -40,20 +39,22 @@ def plan_once(
 ) -> Plan:
     """Plan one input, flat if `ranks_per_node` is None."""
     rows = batch["rows"][: ranks // (4 if batch["layout"] == "cp4" else 1)]
-    sizes = None if ranks_per_node is None else node_sizes(ranks, ranks_per_node)
-    if kind == "joint":
-        lengths = [length for row in rows for length in row]
-        layout = joint_layout(
-            lengths, ranks, batch["T"], window=window, balance_tolerance=tolerance, node_sizes=sizes
-        )
-    else:
-        layout = fixed_layout(rows, ranks)
-        if kind == "fixed, head-tail":
-            layout = head_tail(layout)
+    attention = AttentionKind(window)
     settings = PlanSettings(
-        ranks, batch["T"], balance_tolerance=tolerance, ranks_per_node=sizes or 1
+        ranks,
+        batch["T"],
+        (attention,),
+        balance_tolerance=tolerance,
+        ranks_per_node=ranks_per_node or 1,
     )
-    return balance(layout, AttentionKind(window), settings)
+    if kind == "auto":
+        lengths = np.array([length for row in rows for length in row])
+        (nano_batch,) = nano_batches_as_set(lengths, settings)
+        return nano_batch.plans[attention]
+    layout = fixed_layout(rows, ranks)
+    if kind == "fixed, head-tail":
+        layout = head_tail(layout)
+    return balance(layout, attention, settings)
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from hf_distca.units import (
     read_values,
 )
 
-DOCUMENT_LAYOUTS = (AUTO, "joint", "fixed", "whole")
+DOCUMENT_LAYOUTS = (AUTO, "fixed", "whole")
 TRANSPORTS = (AUTO, "tcp", "nixl")
 LongDocuments = Literal["error", "truncate", "split"]
 ZERO = {
@@ -65,15 +65,14 @@ class DistCAConfig:
     )
     document_layout: str = setting(
         AUTO,
-        "Where the tokens of documents are placed. 'joint' places tokens and core attention "
-        "together and moves the fewest bytes. 'fixed' packs documents in order and moves only "
-        "core attention. 'whole' keeps each document, of at most tokens_per_rank tokens, on one "
-        "rank and moves only core attention. 'auto' is 'whole' for models with Mamba-1 or another "
-        "module that mixes rows in order and cannot take a part of a document. For other models "
-        "'auto' lets the planner choose for every micro-batch: whole documents without exchange, "
-        "documents inside groups of ranks or nodes, or the joint layout. Where full micro-batches "
-        "would wait for exchanges, 'auto' also draws micro-batches that are a little smaller, so "
-        "that their documents fit into whole ranks.",
+        "Where the tokens of documents are placed. 'auto' lets the planner choose for every "
+        "micro-batch: whole documents without exchange, or long documents over several ranks, "
+        "inside groups of ranks or nodes. Where full micro-batches would wait for exchanges, "
+        "'auto' also draws micro-batches that are a little smaller, so that their documents fit "
+        "into whole ranks. For models with Mamba-1 or another module that mixes rows in order and "
+        "cannot take a part of a document, 'auto' is 'whole'. 'whole' keeps each document, of at "
+        "most tokens_per_rank tokens, on one rank and moves only core attention. 'fixed' packs "
+        "documents in order and moves only core attention.",
         choices=DOCUMENT_LAYOUTS,
     )
     balance_tolerance: Tolerance = setting(
@@ -241,11 +240,6 @@ class DistCAConfig:
                 raise RefusedError(f"{name} must be {expected}, got {value!r}")
 
     @property
-    def planned_layout(self) -> str:
-        """Layout of documents for a model in which only attention mixes rows."""
-        return "joint" if self.document_layout == AUTO else self.document_layout
-
-    @property
     def chooses(self) -> bool:
         """Whether predicted seconds decide any setting anew for every micro-batch."""
         return AUTO in (self.document_layout, self.balance_tolerance, self.ping_pong)
@@ -266,7 +260,7 @@ class DistCAConfig:
         planning = {
             "ranks": ranks,
             "tokens_per_rank": self.tokens_per_rank,
-            "document_layout": self.planned_layout,
+            "document_layout": self.document_layout,
             "balance_block_size": self.balance_block_size,
             "exchange_buffer_bytes": self.exchange_buffer_bytes,
             "ping_pong": self.ping_pong is not False and (ranks > 1 or self.attention_servers != 0),

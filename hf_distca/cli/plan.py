@@ -255,7 +255,7 @@ def _check_fit(lengths: Lengths, config: DistCAConfig, options: argparse.Namespa
     """Raise ValueError if ranks cannot hold documents or rows, or cannot plan them in time."""
     rows, documents = _rows_of(lengths), documents_of(lengths)
     ranks, tokens = options.ranks, options.tokens_per_rank
-    stay = bool(rows) and config.planned_layout == "fixed"
+    stay = bool(rows) and config.document_layout == "fixed"
     if len(rows) > ranks or (stay and len(rows) < ranks):
         raise InputError(
             f"{options.lengths} holds {len(rows)} rows, but --ranks is {ranks}; give a row per rank"
@@ -297,7 +297,7 @@ def _model_and_settings(
             AttentionKind(options.window, q_heads, kv_heads, head_dim, head_dim),
         )
         settings = plan_settings_of(
-            config, options.ranks, config.planned_layout, kinds=kinds, **kernel_options
+            config, options.ranks, config.document_layout, kinds=kinds, **kernel_options
         )
     else:
         with importing(TORCH_AND_TRANSFORMERS):

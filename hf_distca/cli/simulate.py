@@ -135,7 +135,7 @@ def run(options: argparse.Namespace) -> None:
         config, profile = config_of(options), _profile(options)
         nodes = nodes_of_ranks(config, options.ranks)
         shape = MODELS.get(options.model)
-        layout = "joint"
+        layout = config.document_layout
         if shape is not None:
             _check_heads(shape, options.tensor_parallel)
         drawn = drawn_micro_batches(options, options.ranks * options.tokens_per_rank)

@@ -297,7 +297,7 @@ class Data:
         "{count} of {documents} documents of {name} are longer than tokens_per_rank = {limit} "
         "tokens, such as document {longest} with {length}",
         "documents stay whole on a rank",
-        "raise tokens_per_rank, set document_layout='joint' where the model allows that, or set "
+        "raise tokens_per_rank, set document_layout='auto' where the model allows that, or set "
         f"long_documents: {CUT}",
         condition="documents of more than `tokens_per_rank` tokens that must stay whole on a rank",
     )

@@ -188,9 +188,7 @@ class Models:
         "{module} in {model} mixes the rows of a document other than by attention, and would be "
         "wrong for a document that is cut",
         "set document_layout='whole', which 'auto' means for this model",
-        condition=(
-            '`document_layout="joint"` or `"fixed"` with Mamba-1 or a recurrence that is not known'
-        ),
+        condition=('`document_layout="fixed"` with Mamba-1 or a recurrence that is not known'),
     )
     CHECKPOINT_INSIDE = Refusal(
         "{module} runs in a gradient checkpoint that begins inside its decoder layer",

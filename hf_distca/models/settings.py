@@ -98,7 +98,7 @@ def document_layout(model: PreTrainedModel, config: DistCAConfig) -> str:
     """
     module = uncuttable(model)
     if module is None:
-        return config.planned_layout
+        return config.document_layout
     module_class = type(module).__name__
     model_class = type(model).__name__
     if config.document_layout not in (AUTO, "whole"):

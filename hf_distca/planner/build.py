@@ -15,14 +15,21 @@ from hf_distca.plan import (
     PlanChoice,
     PlanSummary,
 )
+from hf_distca.plan.cost import pairs
 from hf_distca.plan.intervals import IntArray, local_tasks
 from hf_distca.plan.metrics import exchange_figures, loads_of
 from hf_distca.plan.stages import usual_stages, with_stages
 from hf_distca.planner.balance import balance
 from hf_distca.planner.bin_packing import split_documents, whole_documents
 from hf_distca.planner.branches import Forest, reach, with_branches
-from hf_distca.planner.joint import joint_layout
-from hf_distca.planner.layout import fixed_layout, layout_of_kind, mirrored
+from hf_distca.planner.division import divide_nano_batches
+from hf_distca.planner.layout import (
+    check_capacity,
+    fixed_layout,
+    layout_of_kind,
+    layout_of_rows,
+    mirrored,
+)
 from hf_distca.planner.settings import PlanSettings
 from hf_distca.predict.counts import CountedPlan, count_nano_batches
 
@@ -53,31 +60,39 @@ def nano_batches_as_set(
     if settings.document_layout == "whole":
         documents_of_ranks = whole_documents(lengths, settings.ranks, settings.tokens_per_rank)
         return _whole_on_ranks(lengths, documents_of_ranks, settings, forest)
-    nano_documents = None
-    if settings.ping_pong:
-        nano_documents = split_documents(lengths, settings.ranks)
+    nano_documents = split_documents(lengths, settings.ranks) if settings.ping_pong else None
     if nano_documents is None:
         nano_documents = [np.arange(len(lengths))]
-    node_sizes = settings.node_sizes
-    layouts = []
-    for number, documents in enumerate(nano_documents):
-        is_second = number == 1
-        # Each layout gives one row more to its first ranks. Mirroring the second, with its nodes,
-        # gives its extra rows to the last ranks, so no rank holds more than without nano-batches.
-        if settings.document_layout == "fixed":
-            layout = fixed_layout([lengths[documents].tolist()], settings.ranks)
-        else:
-            layout = joint_layout(
-                lengths[documents],
-                settings.ranks,
-                settings.tokens_per_rank,
-                node_sizes=node_sizes[::-1] if node_sizes and is_second else node_sizes,
-                window=reach(settings.dominant_kind, forest),
-                balance_tolerance=settings.balance_tolerance,
-                balance_block_size=settings.balance_block_size,
-            )
-        layouts.append(mirrored(layout) if is_second else layout)
+    if settings.document_layout == "fixed":
+        layouts = [
+            fixed_layout([lengths[documents].tolist()], settings.ranks)
+            for documents in nano_documents
+        ]
+        # Each layout gives one row more to its first ranks. The second is mirrored, so that no rank
+        # holds more than without nano-batches.
+        layouts[1:] = map(mirrored, layouts[1:])
+    else:
+        layouts = _divided(lengths, nano_documents, settings, forest)
     return _balanced(nano_documents, layouts, settings, forest)
+
+
+def _divided(
+    lengths: IntArray,
+    nano_documents: Sequence[IntArray],
+    settings: PlanSettings,
+    forest: Forest | None,
+) -> list[Layout]:
+    """Return the layout of each nano-batch, with documents divided by their query-key pairs."""
+    check_capacity(lengths, settings.ranks, settings.tokens_per_rank)
+    attended = reach(settings.dominant_kind, forest)
+    tables = divide_nano_batches(
+        lengths,
+        pairs(0, lengths, attended).astype(np.float64),
+        nano_documents,
+        settings.node_sizes or (1,) * settings.ranks,
+        over_all=False,
+    )
+    return [layout_of_rows(lengths, segments, settings.ranks)[1] for segments in tables]
 
 
 def nano_batches_placed(

@@ -44,8 +44,8 @@ from hf_distca.planner.build import (
     nano_batches_placed,
     packed_in_order,
 )
+from hf_distca.planner.division import LONG_SHARE
 from hf_distca.planner.groups import (
-    LONG_SHARE,
     Placing,
     joined_nodes,
     nano_batches_in_groups,
@@ -63,20 +63,18 @@ FloatArray = NDArray[np.float64]
 
 GOOD_ENOUGH = 0.01
 """Share of a step that is not worth another plan: predictions are off by more."""
-FEW_RANKS = 32
-"""Number of ranks up to which joint layouts are tried in all placings. Of more ranks a joint layout
-takes two to three times as long to plan as an even one, and is rarely faster."""
 MOST_MOVES = 4096
 """Most moves of K/V rows, from a piece to a rank, over the root of the number of ranks, for which
-documents are divided evenly over nodes. Planning more moves takes longer than all other plans."""
+documents are divided over all ranks of several nodes. Planning more moves takes longer than all
+other plans."""
 OTHER_STAGES: Mapping[int, Sequence[int]] = {1: (2, 8), 2: (2,)}
 """By number of nano-batches: numbers of stages that are tried for the fastest plan, besides one and
 the usual number. Two nano-batches hide exchanges already, so many stages cost more than they
 hide."""
 
-Division = Literal["evenly", "jointly", "as set"]
-"""How the documents of a group are divided over its ranks: long documents evenly, with others
-whole; or jointly, so that few documents are cut; or with the layout that the settings name."""
+Division = Literal["over all", "over few", "as set"]
+"""How long documents of a group are divided: over all of its ranks, or over few, see
+`hf_distca.planner.division`; or with the layout that the settings name."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,14 +87,14 @@ class Candidate:
             case.
         division: how a group divides its documents over its ranks.
         tolerance: how far a rank's core attention may exceed the mean, as a fraction of the mean.
-        nano_batches: numbers of nano-batches; the first that the documents allow is planned.
+        nano_batches: number of nano-batches.
     """
 
     placing: Placing
     bound: float
     division: Division
     tolerance: float
-    nano_batches: tuple[int, ...]
+    nano_batches: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -135,10 +133,10 @@ def choose(
     """
     as_set = partial(nano_batches_as_set, lengths, forest=forest)
     search = _Search(lengths, settings, choices, as_set, forest)
-    if settings.document_layout == "joint" and choices.groups:
+    if settings.document_layout == "auto":
         check_capacity(lengths, settings.ranks, settings.tokens_per_rank)
         listed = search.in_groups()
-    elif settings.document_layout == "whole" and choices.groups:
+    elif settings.document_layout == "whole":
         listed = [*search.whole_documents(), *search.as_set()]
     else:
         listed = search.as_set()
@@ -153,8 +151,6 @@ def choose_placed(
     rank_lengths: Sequence[Sequence[int]], settings: PlanSettings, choices: Choices
 ) -> MicroBatchPlan:
     """Plan documents that stay on the ranks where they lie, with the least predicted time.
-
-    Documents are not grouped, whatever `choices` says.
 
     Args:
         rank_lengths: for each rank, lengths of its documents in the order of its rows.
@@ -320,8 +316,8 @@ class _Search:
             if bound >= lowest * (1 - GOOD_ENOUGH):
                 continue
             even.append(placing)
-            # A bound is no measure for larger groups if it leaves documents out, or if none of the
-            # placing's documents can be divided evenly.
+            # A bound is no measure for larger groups if it leaves documents out, or if documents
+            # have too many moves to be divided over all ranks of their groups.
             if not placing.unplaced and not self._has_too_many_moves(placing):
                 lowest = bound
         return even
@@ -331,53 +327,40 @@ class _Search:
     def in_groups(self) -> list[Candidate]:
         """List candidates whose documents lie inside groups of ranks, small groups first.
 
-        Documents that are divided evenly are planned in the fewest nano-batches: all ranks exchange
-        alike, and hide the exchange in stages. Two nano-batches gain hardly anything there, nor
-        does a coarse tolerance for a joint layout in one nano-batch.
+        Documents that are divided over all ranks are planned in the fewest nano-batches: all ranks
+        exchange alike, and hide the exchange in stages. A coarse tolerance saves rows between
+        nodes.
         """
         finest = self._choices.tolerances[0]
         coarsest = self._choices.tolerances[-1]
         fewest, most = min(self._choices.nano_batches), max(self._choices.nano_batches)
         placings = self._even_placings()
-        joint = self._placings_for_joint_layouts(placings)
+        most_even = min(placings, key=self._bound, default=None)
         listed = []
         for placing in placings:
-            # 1. Documents divided evenly.
+            spans_nodes = max(placing.sizes) > max(self._node_sizes)
+            tolerances = (finest, coarsest) if spans_nodes else (finest,)
+            options: list[tuple[Division, float, int]] = [
+                ("over all", tolerance, fewest) for tolerance in tolerances
+            ]
+            # With too many moves a plan takes long, so only the most even placing is tried.
+            is_tried = placing is most_even or not self._has_too_many_moves(placing)
+            if max(placing.sizes) > 1 and is_tried:
+                options += [("over few", tolerance, fewest) for tolerance in tolerances]
+                options.append(("over few", finest, most))
             bound = self._bound(placing)
-            listed.append(Candidate(placing, bound, "evenly", finest, (fewest,)))
-            if self._may_have_cuts(placing) and coarsest > finest:
-                listed.append(Candidate(placing, bound, "evenly", coarsest, (fewest,)))
-            # 2. Joint layouts: one of many ranks, or up to three.
-            if placing not in joint:
-                continue
-            if self._settings.ranks > FEW_RANKS:
-                listed.append(Candidate(placing, bound, "jointly", finest, (most, fewest)))
-                continue
-            listed.append(Candidate(placing, bound, "jointly", finest, (most,)))
-            if fewest < most:
-                listed.append(Candidate(placing, bound, "jointly", finest, (fewest,)))
-            if coarsest > finest:
-                listed.append(Candidate(placing, bound, "jointly", coarsest, (most,)))
+            listed += [
+                Candidate(placing, bound, division, tolerance, count)
+                for division, tolerance, count in dict.fromkeys(options)
+            ]
         return listed
-
-    def _placings_for_joint_layouts(self, placings: Sequence[Placing]) -> list[Placing]:
-        """Return the placings in which the joint layout is tried.
-
-        Of many ranks, these are the most even placing, and the most even placing inside nodes.
-        """
-        with_cuts = [placing for placing in placings if self._may_have_cuts(placing)]
-        if self._settings.ranks <= FEW_RANKS:
-            return with_cuts
-        ranks_of_node = max(self._node_sizes)
-        inside_nodes = [placing for placing in with_cuts if max(placing.sizes) <= ranks_of_node]
-        return [min(some, key=self._bound) for some in (with_cuts, inside_nodes) if some]
 
     def whole_documents(self) -> list[Candidate]:
         """List the candidates with whole documents on single ranks."""
         fewest = min(self._choices.nano_batches)
         finest = self._choices.tolerances[0]
         return [
-            Candidate(placing, self._bound(placing), "evenly", finest, (fewest,))
+            Candidate(placing, self._bound(placing), "over all", finest, fewest)
             for placing in self._whole_placings()
             if not self._may_have_cuts(placing)
         ]
@@ -394,21 +377,21 @@ class _Search:
         if len(tolerances) > 1:
             tolerances = (UNBALANCED, *tolerances)
         return [
-            Candidate(placing, bound, "as set", tolerance, (count,))
+            Candidate(placing, bound, "as set", tolerance, count)
             for tolerance in tolerances
             for count in self._choices.nano_batches
         ]
 
     def every_candidate(self) -> Iterator[Candidate]:
         """Yield all combinations of placing, division, nano-batches and tolerance."""
-        divisions: tuple[Division, ...] = ("evenly", "jointly")
+        divisions: tuple[Division, ...] = ("over all", "over few")
         # Whole documents on single ranks are divided in one way only.
         for placing in self._placings():
             bound = self._bound(placing)
-            for division in divisions if self._may_have_cuts(placing) else ("evenly",):
+            for division in divisions if self._may_have_cuts(placing) else ("over all",):
                 for count in self._choices.nano_batches:
                     for tolerance in self._choices.tolerances:
-                        yield Candidate(placing, bound, division, tolerance, (count,))
+                        yield Candidate(placing, bound, division, tolerance, count)
 
     @staticmethod
     def _may_have_cuts(placing: Placing) -> bool:
@@ -439,37 +422,33 @@ class _Search:
         None if they cannot be.
         """
         settings = replace(self._settings, balance_tolerance=candidate.tolerance)
+        count = candidate.nano_batches
         if candidate.division == "as set":
-            (count,) = candidate.nano_batches
             planned = self._as_set(replace(settings, ping_pong=count == 2))
             # Documents that form one nano-batch only are planned by the candidate with one.
             fewest = min(self._choices.nano_batches)
             return planned if len(planned) == count or count == fewest else None
-        evenly = candidate.division == "evenly"
-        if evenly and self._has_too_many_moves(candidate.placing):
+        over_all = candidate.division == "over all"
+        if over_all and self._has_too_many_moves(candidate.placing):
             return None
-        for count in candidate.nano_batches:
-            nano_batches = nano_batches_in_groups(
-                self._lengths,
-                candidate.placing,
-                settings,
-                self._costs,
-                count,
-                evenly=evenly,
-                forest=self._forest,
-            )
-            if nano_batches is not None:
-                return nano_batches
-        return None
+        return nano_batches_in_groups(
+            self._lengths,
+            candidate.placing,
+            settings,
+            self._costs,
+            count,
+            over_all=over_all,
+            forest=self._forest,
+        )
 
     def _has_too_many_moves(self, placing: Placing) -> bool:
-        """Return whether documents of a placing have too many moves to be divided evenly."""
+        """Return whether documents have too many moves to be divided over all ranks of groups."""
         return self._moves(placing) > MOST_MOVES * sqrt(self._settings.ranks)
 
     def _moves(self, placing: Placing) -> int:
-        """Return about how many moves of K/V rows there are.
+        """Return about how many moves of K/V rows there are between the ranks of several nodes.
 
-        Groups of nodes then divide documents evenly.
+        Documents are then divided over all ranks of their groups.
         """
         ranks_of_node = max(self._node_sizes)
         moves = 0

@@ -109,6 +109,16 @@ def assemble(
     return Layout(lengths, segments, ranks)
 
 
+def layout_of_rows(lengths: IntArray, segments: Table, ranks: int) -> tuple[IntArray, Layout]:
+    """Return the documents that segments are of, in their order, and the layout of these documents.
+
+    Args:
+        segments: as in `assemble`; document numbers become those of the layout.
+    """
+    documents, segments["document"] = np.unique(segments["document"], return_inverse=True)
+    return documents, assemble(lengths[documents], segments, ranks, by_document=True)
+
+
 def layout_of_kind(layout: Layout, kind: AttentionKind) -> Layout:
     """Return the layout as one kind of layer sees it.
 

@@ -2,9 +2,8 @@
 
 from collections.abc import Sequence
 
-import numpy as np
-
 from hf_distca.plan import Branches, MicroBatchPlan
+from hf_distca.plan.cost import as_lengths
 from hf_distca.planner.branches import Forest
 from hf_distca.planner.build import (
     finished,
@@ -32,7 +31,7 @@ def plan_micro_batch(
         ValueError: the ranks cannot hold the documents, or document_layout="whole" would have to
             cut one.
     """
-    array = np.asarray(lengths, np.int64)
+    array = as_lengths(lengths)
     forest = None
     if branches is not None and (branches.parents >= 0).any():
         forest = Forest.of(array, branches)

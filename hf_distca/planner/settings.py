@@ -25,7 +25,6 @@ class Choices:
     """Choices of the planner for every micro-batch, made by predicted seconds."""
 
     costs: StepCosts
-    groups: bool = True  # whether documents may stay inside smaller groups of ranks
     # Tolerances of balance, the finest first.
     tolerances: tuple[float, ...] = (BALANCE_TOLERANCE, COARSER_TOLERANCE)
     nano_batches: tuple[int, ...] = (1, 2)
@@ -40,7 +39,6 @@ class Choices:
         settings: "PlanSettings",
         costs: StepCosts,
         *,
-        groups: bool = True,
         coarser: bool = True,
         nano_batches: tuple[int, ...] = (1, 2),
     ) -> "Choices":
@@ -48,7 +46,7 @@ class Choices:
         tolerances: tuple[float, ...] = (settings.balance_tolerance,)
         if coarser and settings.balance_tolerance < COARSER_TOLERANCE:
             tolerances = (settings.balance_tolerance, COARSER_TOLERANCE)
-        return cls(costs, groups, tolerances, nano_batches if settings.ping_pong else (1,))
+        return cls(costs, tolerances, nano_batches if settings.ping_pong else (1,))
 
 
 @dataclass(frozen=True)
@@ -60,8 +58,8 @@ class PlanSettings:
         tokens_per_rank: Maximum number of rows that a rank holds.
         kinds: Kinds of attention of the model's layers.
         bytes_per_value: Size of a value in the dtype of core attention.
-        document_layout: "joint" places tokens and core attention together. "fixed" packs documents
-            in order with equal tokens per rank. "whole" keeps every document on one rank.
+        document_layout: "auto" lets the planner place documents. "fixed" packs documents in order
+            with equal tokens per rank. "whole" keeps every document on one rank.
         balance_tolerance: How far a worker's core attention may exceed the mean, as a fraction of
             the mean.
         balance_block_size: Tasks are cut at multiples of this many rows.
@@ -88,7 +86,7 @@ class PlanSettings:
     tokens_per_rank: int
     kinds: tuple[AttentionKind, ...] = (AttentionKind(),)
     bytes_per_value: int = 2
-    document_layout: str = "joint"
+    document_layout: str = "auto"
     balance_tolerance: float = BALANCE_TOLERANCE
     balance_block_size: int = 128
     row_overhead: int = 0
@@ -122,7 +120,7 @@ class PlanSettings:
 
     @property
     def dominant_kind(self) -> AttentionKind:
-        """Kind of the costliest layers, for which the joint layout is made: rows reach farthest."""
+        """Kind of the costliest layers: rows reach farthest."""
         reach = {kind: min(kind.window or inf, kind.chunk or inf) for kind in self.kinds}
         return max(
             self.kinds, key=lambda kind: (reach[kind], kind.q_heads * (kind.dim_qk + kind.dim_v))

@@ -51,11 +51,7 @@ def may_choose_whole_ranks(settings: PlanSettings) -> bool:
 
     It may if it places documents as it likes.
     """
-    return (
-        settings.document_layout == "joint"
-        and settings.choices is not None
-        and settings.choices.groups
-    )
+    return settings.document_layout == "auto" and settings.choices is not None
 
 
 def whole_ranks_pay(

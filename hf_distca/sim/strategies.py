@@ -76,16 +76,14 @@ def all_strategies(setup: Setup, settings: PlanSettings, servers: int) -> tuple[
         step = partial(planned, setup=setup, settings=plan_settings, servers=servers)
         strategies.append(Strategy(name, step, document_layout=layout, servers=servers))
 
-    # 2. Plans with each layout, and the plan that training would choose.
-    layouts = ("whole",) if settings.document_layout == "whole" else ("fixed", "joint")
-    for layout in layouts:
-        add_planned(f"hf_distca, {layout}", layout, replace(settings, document_layout=layout))
+    # 2. Plans with a set layout, and the plan that training would choose.
+    layout = "whole" if settings.document_layout == "whole" else "fixed"
+    add_planned(f"hf_distca, {layout}", layout, replace(settings, document_layout=layout))
     choices = Choices.beside(settings, setup.costs)
     add_planned(CHOSEN, "auto", replace(settings, choices=choices))
     if servers:
-        layout = layouts[-1]
-        name = f"hf_distca, {layout}, {counted(servers, 'server')}"
-        add_planned(name, layout, replace(settings, document_layout=layout), servers)
+        name = f"hf_distca, {counted(servers, 'server')}"
+        add_planned(name, settings.document_layout, settings, servers)
     return tuple(strategies)
 
 

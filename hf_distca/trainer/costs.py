@@ -80,7 +80,6 @@ def choices_of(
     return Choices.beside(
         settings,
         setup.costs,
-        groups=config.document_layout == AUTO,
         coarser=config.balance_tolerance == AUTO,
         nano_batches=(1, 2) if config.ping_pong == AUTO else (2,),
     )

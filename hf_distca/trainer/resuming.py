@@ -50,7 +50,7 @@ LAYOUT = "document_layout"
 A layout that cuts documents may resume with micro-batches of either kind below. It takes those of
 the checkpoint.
 """
-CUTTING = "joint or fixed"
+CUTTING = "auto or fixed"
 """Value of the layout where the documents of a micro-batch fit into all ranks together."""
 FITTING = "whole on {} ranks"
 """Value of the layout where the documents of a micro-batch fit into whole ranks."""
@@ -296,7 +296,7 @@ def chosen_order(
         return order
     logger.info(
         "micro-batches hold documents that fit into whole ranks, which is predicted to be faster "
-        "than full micro-batches; document_layout='joint' keeps them full"
+        "than full micro-batches"
     )
     return {**order, LAYOUT: FITTING.format(groups.ranks)}
 

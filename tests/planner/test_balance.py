@@ -12,8 +12,8 @@ from hf_distca.plan.intervals import grain
 from hf_distca.plan.metrics import BETWEEN, bytes_by_link, loads_of
 from hf_distca.planner.balance import ideals_inside, tasks_of_workers
 from hf_distca.planner.balancing_pass import Price, Problem, plan_flows, take
-from hf_distca.planner.joint import joint_layout
 from hf_distca.planner.layout import fixed_layout
+from hf_distca.planner.micro_batch import plan_micro_batch
 from hf_distca.planner.settings import PlanSettings
 from tests.planner.plan_checks import balanced, check_plan, loads_by_row
 
@@ -156,12 +156,11 @@ def test_the_tolerance_is_reached_and_used(tolerance):
     ]
     lengths = [length for document_lengths in rank_lengths for length in document_lengths]
     fixed = fixed_layout(rank_lengths)
-    joint = joint_layout(lengths, 6, 30000, balance_tolerance=tolerance)
     fixed_imbalance = measure(balanced(fixed, balance_tolerance=tolerance)).max_over_mean
-    joint_imbalance = measure(balanced(joint, balance_tolerance=tolerance)).max_over_mean
+    divided = plan_micro_batch(lengths, PlanSettings(6, 30000, balance_tolerance=tolerance))
     limit = 1 + (tolerance or 0.0001)  # 0 is as fine as whole rows allow
     assert fixed_imbalance <= limit
-    assert joint_imbalance <= limit
+    assert divided.summary.max_over_mean <= limit
     assert fixed_imbalance > 1 + 0.9 * tolerance  # the tolerance is used
 
 
@@ -241,7 +240,8 @@ def problems(draw):
     else:
         lengths = [length for document_lengths in rank_lengths for length in document_lengths]
         tokens_per_rank = -(-sum(lengths) // len(rank_lengths)) + 1
-        layout = joint_layout(lengths, len(rank_lengths), tokens_per_rank)
+        plan = plan_micro_batch(lengths, PlanSettings(len(rank_lengths), tokens_per_rank))
+        layout = plan.nano_batches[0].layout
     count = layout.ranks + draw(st.integers(0, 3))
     speeds = draw(st.lists(st.sampled_from([0.5, 1.0, 3.0]), min_size=count, max_size=count))
     base_loads = draw(

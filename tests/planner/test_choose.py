@@ -216,11 +216,11 @@ def test_a_given_number_of_nano_batches_is_kept(count):
     assert len(plan.nano_batches) == count
 
 
-@pytest.mark.parametrize("layout", ["fixed", "whole", "joint"])
+@pytest.mark.parametrize("layout", ["fixed", "whole"])
 def test_a_given_layout_is_kept(layout):
     lengths = [60, *[10] * 12]
     settings = PlanSettings(4, 64, (KIND,), document_layout=layout, balance_block_size=4)
-    choices = Choices(costs(FREE, FREE), groups=False)
+    choices = Choices(costs(FREE, FREE))
     plan = plan_micro_batch(lengths, replace(settings, choices=choices))
     assert plan.choice.group == 4
     ping_pong = len(plan.nano_batches) == 2
@@ -318,7 +318,7 @@ def searched(*bounds_and_seconds):
 
     Return the index of the fastest candidate, and the indices of planned ones in their order.
     """
-    listed = [Candidate(ONE_RANK, bound, "evenly", 0.01, (1,)) for bound, _ in bounds_and_seconds]
+    listed = [Candidate(ONE_RANK, bound, "over all", 0.01, 1) for bound, _ in bounds_and_seconds]
     in_order = []
 
     def plan(candidate):
@@ -432,7 +432,7 @@ def test_too_many_tokens_are_refused():
         chosen([60] * 4 + [17])
 
 
-@pytest.mark.parametrize("layout", ["whole", "joint"])
+@pytest.mark.parametrize("layout", ["whole", "auto"])
 def test_the_costliest_document_comes_first_where_documents_stay_whole(layout):
     """30 alone, and the shorter ones together: 465 pairs beside 475."""
     settings = PlanSettings(2, 64, (KIND,), document_layout=layout, balance_block_size=4)

@@ -9,7 +9,6 @@ from hf_distca.plan import AttentionKind, Branches
 from hf_distca.plan.metrics import loads_of
 from hf_distca.planner.branches import Forest
 from hf_distca.planner.groups import (
-    divide_evenly,
     joined_nodes,
     nano_batches_in_groups,
     partitions,
@@ -46,10 +45,10 @@ def placed(lengths, sizes, tokens, seconds=None, slowness=None, fill_to=0.0):
     return place_in_groups(lengths, seconds, sizes, tokens, speeds, fill_to=fill_to)
 
 
-def in_groups(lengths, placing, tokens, count=1, *, evenly=False, **settings):
+def in_groups(lengths, placing, tokens, count=1, *, over_all=False, **settings):
     of_plans = PlanSettings(sum(placing.sizes), tokens, (KIND,), **settings)
     return nano_batches_in_groups(
-        np.array(lengths), placing, of_plans, costs(), count, evenly=evenly
+        np.array(lengths), placing, of_plans, costs(), count, over_all=over_all
     )
 
 
@@ -91,7 +90,7 @@ def test_what_no_group_has_room_for_is_cut_wherever_there_is_room():
     assert placing.unplaced == (2,)
     (nano,) = in_groups([7, 7, 4], placing, 9)
     segments = nano.layout.segments[["document", "start", "stop", "rank"]].tolist()
-    assert segments == [(0, 0, 7, 0), (2, 0, 2, 0), (1, 0, 7, 1), (2, 2, 4, 1)]
+    assert segments == [(0, 0, 7, 0), (2, 2, 4, 0), (1, 0, 7, 1), (2, 0, 2, 1)]
 
 
 @pytest.mark.parametrize(
@@ -121,64 +120,18 @@ def test_nodes_are_joined_as_far_as_documents_need(seconds, nodes, sizes):
     assert joined_nodes(lengths, np.array(seconds), nodes, 40, np.ones(sum(nodes))) == sizes
 
 
-def evenly(lengths, room, *nodes):
-    return divide_evenly(
-        np.array(lengths), document_seconds(np.array(lengths), costs()), np.array(room), *nodes
-    )
-
-
-def rows_of_ranks(segments):
-    return np.bincount(segments["rank"], weights=segments["stop"] - segments["start"]).tolist()
-
-
-def test_a_long_document_is_divided_so_that_ranks_compute_alike():
-    segments = evenly([16, 2, 2], [10, 10])
-    assert segments[["document", "start", "stop", "rank"]].tolist() == [
-        (0, 0, 4, 0),
-        (0, 4, 8, 1),
-        (0, 8, 12, 1),
-        (0, 12, 16, 0),
-        (1, 0, 2, 0),
-        (2, 0, 2, 1),
-    ]
-
-
-def test_rows_that_do_not_divide_evenly_go_to_ranks_with_room():
-    assert rows_of_ranks(evenly([17], [8, 9])) == [8, 9]
-    assert evenly([18], [8, 9]) is None
-
-
-@pytest.mark.parametrize(("tokens", "parts"), [(7, 1), (8, 8)])
-def test_a_document_is_divided_only_if_every_part_has_a_row(tokens, parts):
-    segments = evenly([tokens], [20] * 4)
-    assert len(segments) == parts
-    assert (segments["start"] < segments["stop"]).all()
-
-
-def test_over_nodes_only_the_longest_documents_are_divided():
-    segments = evenly([32, 10, 10, 2], [20] * 4, (2, 2))
-    ranks_of_documents = [
-        set(segments["rank"][segments["document"] == document].tolist()) for document in range(4)
-    ]
-    longest, second, third, shortest = ranks_of_documents
-    assert longest == {0, 1, 2, 3}
-    assert sorted([second, third], key=min) == [{0, 1}, {2, 3}]
-    assert len(shortest) == 1
-    assert sum(rows_of_ranks(segments)) == 54
-    assert max(rows_of_ranks(segments)) <= 20
-
-
 def test_no_rank_is_left_without_a_row():
-    lengths = [20, 3]  # apart in two nano-batches, the second too short for two ranks to share
-    placing = placed(lengths, (2,), 16)
-    assert in_groups(lengths, placing, 16, 2, evenly=True) is None
-    assert [nano.layout.tokens.min() for nano in in_groups(lengths, placing, 16, 2)] == [10, 1]
+    lengths = [20, 3]  # apart in two nano-batches, the second one too short for six parts
+    nano_batches = in_groups(lengths, placed(lengths, (3,), 16), 16, 2, over_all=True)
+    assert [nano.layout.tokens.tolist() for nano in nano_batches] == [[7, 7, 6], [1, 1, 1]]
+    # A nano-batch of two tokens would leave a rank without a row.
+    assert in_groups([20, 2], placed([20, 2], (3,), 16), 16, 2) is None
 
 
 def test_attention_is_balanced_inside_every_group():
-    lengths = [4] * 18  # five of a group's nine documents on one rank, four on the other
-    (nano,) = in_groups(lengths, placed(lengths, (2, 2), 20), 20, evenly=True, balance_block_size=1)
-    assert nano.layout.tokens.tolist() == [20, 16, 20, 16]
+    lengths = [4] * 18  # a group has nine documents, and a rank half of the ninth
+    (nano,) = in_groups(lengths, placed(lengths, (2, 2), 20), 20, over_all=True, balance_block_size=1)
+    assert nano.layout.tokens.tolist() == [18, 18, 18, 18]
     assert loads_of(nano.plans[KIND]).tolist() == [45, 45, 45, 45]
 
 
@@ -234,7 +187,7 @@ def test_rows_that_branches_share_cost_once():
 def micro_batches(draw):
     ranks = draw(st.integers(2, 6))
     tokens = draw(st.integers(24, 64))
-    lengths, left = [], ranks * tokens
+    lengths, left = [ranks], (ranks - 1) * tokens  # at least as many tokens as ranks
     for length in draw(st.lists(st.integers(1, 2 * tokens), min_size=1, max_size=24)):
         if length <= left:
             lengths.append(length)
@@ -249,7 +202,7 @@ def test_the_first_nano_batch_leaves_room_for_long_documents_of_the_second():
     # The second nano-batch needs 9 rows of each rank. If the 6 tokens of the first one lay whole on
     # a rank, beside 9 rows of its long document, the rank would have 7 of 22 rows left.
     placing = placed([18, 18, 6], (2,), 22)
-    nano_batches = in_groups([18, 18, 6], placing, 22, count=2, evenly=True)
+    nano_batches = in_groups([18, 18, 6], placing, 22, count=2, over_all=True)
     assert [nano.documents.tolist() for nano in nano_batches] == [[0, 2], [1]]
     assert [nano.layout.tokens.tolist() for nano in nano_batches] == [[12, 12], [9, 9]]
 
@@ -262,26 +215,26 @@ def test_the_second_nano_batch_gives_its_extra_row_to_the_last_rank():
 
 
 def test_documents_of_both_nano_batches_stay_on_their_nodes():
-    # A node has rank 0, another one ranks 1 and 2. A document of 20 tokens takes two ranks.
-    lengths = [20, 20, 10, 10]
+    # A node has rank 0, another one ranks 1 and 2. A document of 12 tokens takes two ranks.
+    lengths = [12, 12, 10, 10, 8, 8]
     nano_batches = in_groups(lengths, placed(lengths, (3,), 20), 20, 2, ranks_per_node=(1, 2))
     ranks = [
-        {int(nano.documents[document]): ranks_of(nano, document) for document in (0, 1)}
+        {int(nano.documents[document]): set(ranks_of(nano, document)) for document in range(3)}
         for nano in nano_batches
     ]
-    assert ranks == [{0: [1, 2], 2: [0]}, {1: [1, 2], 3: [0]}]
+    assert ranks == [{0: {1, 2}, 2: {0}, 4: {1, 2}}, {1: {1, 2}, 3: {0}, 5: {1, 2}}]
 
 
 @settings(max_examples=60, deadline=None)
 @given(micro_batches(), st.sampled_from([1, 2]), st.booleans(), st.sampled_from([None, 20]))
-def test_every_arrangement_is_a_plan_within_its_groups(drawn, nano_batches, evenly, window):
+def test_every_arrangement_is_a_plan_within_its_groups(drawn, nano_batches, over_all, window):
     lengths, ranks, tokens, nodes = drawn
     kind = AttentionKind(window, 4, 2, 8, 8)
     of_plans = PlanSettings(ranks, tokens, (kind,), balance_block_size=4, ranks_per_node=nodes)
     for sizes in partitions(nodes):
         placing = placed(lengths, sizes, tokens, lengths.astype(float) ** 2)
         arrangement = placing and nano_batches_in_groups(
-            lengths, placing, of_plans, costs(), nano_batches, evenly=evenly
+            lengths, placing, of_plans, costs(), nano_batches, over_all=over_all
         )
         if arrangement is None:
             continue

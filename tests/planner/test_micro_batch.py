@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from hf_distca.plan import AttentionKind
 from hf_distca.plan.cost import RowBytes, Workers
 from hf_distca.plan.metrics import bytes_moved, loads_of
-from hf_distca.planner.joint import joint_layout
 from hf_distca.planner.layout import fixed_layout, layout_of_kind, mirrored
 from hf_distca.planner.micro_batch import plan_micro_batch, plan_placed
 from hf_distca.planner.servers import plan_with_servers
@@ -38,30 +37,8 @@ def test_fixed_layouts_hold_every_row_once_and_mirror(rows, span):
     assert mirrored(mirrored(layout)).segments.tolist() == layout.segments.tolist()
 
 
-def test_joint_layouts_written_out():
-    # Each rank ends up with half of the rows; the long document is cut once, at a block's boundary.
-    layout = joint_layout([4096, 2048, 1024, 1024], 2, 4096)
-    cuts = [row[1:3] for row in layout.segments.tolist() if row[0] == 0]
-    assert len(cuts) == 2
-    assert all(start % 128 == 0 for start, _ in cuts)
-    whole = joint_layout([5] * 6, 3, 10).segments.tolist()  # nothing to cut
-    assert [row[1:3] for row in whole] == [(0, 5)] * 6
-    # No document is cut between nodes that fits into one: each long one is more than a rank takes,
-    # but not a node.
-    layout = joint_layout([96, 96, 32, 32], 4, 64, node_sizes=(2, 2), balance_block_size=16)
-    assert layout.tokens.tolist() == [64] * 4
-    nodes = [
-        set((layout.segments["rank"] // 2)[layout.segments["document"] == which])
-        for which in range(4)
-    ]
-    assert nodes in ([{0}, {1}, {0}, {1}], [{0}, {1}, {1}, {0}])
-    # Three ranks with as many rows and pairs each: the long documents go to the node of two.
-    layout = joint_layout([64] * 3, 3, 64, node_sizes=(1, 2))
-    assert layout.segments.tolist() == [(2, 0, 64, 0, 0), (0, 0, 64, 1, 0), (1, 0, 64, 2, 0)]
-    # Found by a search: one rank held the last segment of a document and its head.
-    layout = joint_layout([1, 1, 1, 3, 7, 41, 56, 56], 8, 21, balance_block_size=16)
-    check_layout(layout)
-    assert layout.tokens.tolist() == [21] * 6 + [20] * 2
+def planned(lengths, ranks, tokens_per_rank, **settings):
+    return plan_micro_batch(lengths, PlanSettings(ranks, tokens_per_rank, **settings))
 
 
 @pytest.mark.parametrize(
@@ -70,50 +47,18 @@ def test_joint_layouts_written_out():
         (lambda: fixed_layout([]), "got 0 rows of documents"),
         (lambda: fixed_layout([[1], [1]], 3), "got 2 rows of documents for 3 ranks"),
         (lambda: fixed_layout([[1, 0]]), "document 1 has length 0"),
-        (lambda: joint_layout([9], 2, 4), "1 document of 9 tokens in all, but 2 ranks of 4 take 8"),
-        (lambda: joint_layout([1], 0, 4), "must be positive"),
+        (lambda: planned([9], 2, 4), "1 document of 9 tokens in all, but 2 ranks of 4 take 8"),
+        (lambda: planned([1, 0], 2, 4), "document 1 has length 0"),
+        (lambda: planned([1], 1, 0), "must be positive"),
         (
-            lambda: joint_layout([1], 1, 4, balance_tolerance=-0.1),
-            "balance_tolerance must be 0 or more",
-        ),
-        (
-            lambda: joint_layout([1], 1, 4, balance_block_size=0),
-            "balance_block_size must be at least 1",
-        ),
-        (
-            lambda: joint_layout([1], 4, 4, node_sizes=(2, 1)),
+            lambda: planned([1], 4, 4, ranks_per_node=(2, 1)),
             "2,1 adds up to 3 ranks, but 4 ranks train",
         ),
     ],
 )
-def test_layouts_refuse(make, message):
+def test_layouts_and_plans_refuse(make, message):
     with pytest.raises(ValueError, match=message):
         make()
-
-
-@settings(max_examples=250)
-@given(
-    SOME_LENGTHS,
-    st.integers(1, 9).map(lambda ranks: (1,) * ranks)
-    | st.lists(st.integers(1, 4), min_size=1, max_size=4),
-    st.sampled_from([None, 1, 50, 256]),
-    st.sampled_from([1, 16, 128]),
-    st.sampled_from([0.0, 0.01, 0.3]),
-)
-def test_joint_layouts_hold_every_row_once_with_tokens_equal(
-    lengths, sizes, window, block, tolerance
-):
-    ranks = sum(sizes)
-    settings = {"window": window, "balance_block_size": block, "balance_tolerance": tolerance}
-    most = -(-sum(lengths) // ranks) or 1
-    layout = joint_layout(lengths, ranks, most, node_sizes=sizes, **settings)
-    check_layout(layout)
-    share, more = divmod(sum(lengths), ranks)
-    assert layout.tokens.tolist() == [share + (rank < more) for rank in range(ranks)]
-    again = joint_layout(
-        lengths, ranks, most, node_sizes=None if len(sizes) in (1, ranks) else sizes, **settings
-    )
-    assert again.segments.tolist() == layout.segments.tolist()
 
 
 @given(st.lists(st.integers(1, 60), min_size=1, max_size=6), st.integers(1, 4), st.integers(1, 70))
@@ -153,7 +98,7 @@ def test_chunks_alone_are_balanced(chunk):
     assert plan_micro_batch([400, 5, 80, 15], settings).summary.max_over_mean < 1.06
 
 
-LAYOUTS = ["joint", "fixed"]
+LAYOUTS = ["auto", "fixed"]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -208,7 +208,7 @@ def test_rows_of_paths_lie_in_the_documents_that_hold_them():
 @given(
     drawn_forests(),
     st.integers(1, 4),
-    st.sampled_from(["joint", "fixed", "whole"]),
+    st.sampled_from(["auto", "fixed", "whole"]),
     st.sampled_from([{}, {"window": 3}, {"chunk": 5}]),
     st.booleans(),
     st.booleans(),

@@ -57,7 +57,6 @@ def test_they_pay_where_exchanges_are_slow():
         pytest.param(
             [np.array([641, 280, 280])], FITTED * 2, settings(SLOW), id="longer-than-a-rank"
         ),
-        pytest.param(FULL * 2, FITTED * 2, settings(SLOW, groups=False), id="groups-are-set"),
         pytest.param(
             FULL * 2, FITTED * 2, replace(settings(SLOW), choices=None), id="nothing-is-chosen"
         ),

@@ -16,13 +16,14 @@ import numpy as np
 from harness import options_parser, print_json, print_rows
 from numpy.typing import NDArray
 
-from hf_distca.planner.settings import Choices, PlanSettings
+from hf_distca.planner.settings import PlanSettings
 from hf_distca.predict.profile import DeviceProfile
 from hf_distca.predict.seconds import LinkCost
 from hf_distca.predict.setup import Setup
 from hf_distca.predict.shapes import LLAMA_8B
 from hf_distca.sim.lengths import Draw, cut_at, lognormal, micro_batches
 from hf_distca.sim.strategies import all_strategies, planned
+from hf_distca.units import AUTO
 
 IntArray = NDArray[np.int64]
 H100 = DeviceProfile.load("h100")
@@ -54,15 +55,15 @@ def profile_with(network: float) -> DeviceProfile:
 def setup_of(ranks_per_node: int, network: float) -> tuple[Setup, PlanSettings]:
     setup = Setup(LLAMA_8B, profile_with(network), RANKS, TOKENS, ranks_per_node)
     settings = PlanSettings(
-        RANKS, TOKENS, tuple(LLAMA_8B.layers), ping_pong=True, ranks_per_node=ranks_per_node
+        RANKS, TOKENS, tuple(LLAMA_8B.layers), ping_pong=AUTO, ranks_per_node=ranks_per_node
     )
-    return setup, replace(settings, choices=Choices(setup.costs))
+    return setup, replace(settings, costs=setup.costs)
 
 
 def compared(lengths: IntArray, setup: Setup, settings: PlanSettings) -> float:
     """Time of the best other strategy over the chosen plan's, inf where none fits."""
     others = []
-    for way in all_strategies(setup, replace(settings, choices=None), 0):
+    for way in all_strategies(setup, replace(settings, costs=None), 0):
         if way.document_layout is None:
             step, _ = way.step(lengths)
             if not step.documents_cut and step.tokens_most <= TOKENS:

@@ -50,13 +50,12 @@ def with_task(profile: DeviceProfile, pairs_of_task: float) -> DeviceProfile:
 
 def attention_s(plan: MicroBatchPlan, settings: PlanSettings, profile: DeviceProfile) -> float:
     """Return the predicted seconds of all ranks in the kernel."""
-    choices = settings.choices
-    assert choices is not None
+    costs = settings.costs
+    assert costs is not None
     kinds = tuple(
-        replace(each, forward=profile.forward, backward=profile.backward)
-        for each in choices.costs.kinds
+        replace(each, forward=profile.forward, backward=profile.backward) for each in costs.kinds
     )
-    costs = replace(choices.costs, kinds=kinds)
+    costs = replace(costs, kinds=kinds)
     predicted = predict_plan(plan, costs, settings.node_of_ranks, settings.bytes_per_value)
     return float(predicted.attention.sum())
 

@@ -23,11 +23,12 @@ from transformers import Qwen3NextConfig
 
 from hf_distca.models.fake import model_of_config
 from hf_distca.models.shape import model_shape
-from hf_distca.planner.settings import Choices, PlanSettings
+from hf_distca.planner.settings import PlanSettings
 from hf_distca.predict.profile import DeviceProfile
 from hf_distca.predict.setup import Setup
 from hf_distca.sim.lengths import IntArray, corpora, cut_at, micro_batches
 from hf_distca.sim.strategies import StepTime, planned, whole_documents
+from hf_distca.units import AUTO
 
 TOKENS_PER_RANK = 32768
 RANKS = (8, 64)
@@ -40,7 +41,7 @@ def steps(
     if strategy == "whole":
         return [whole_documents(lengths, setup) for lengths in every]
     if strategy == "chosen":
-        settings = replace(settings, choices=Choices.beside(settings, setup.costs))
+        settings = replace(settings, costs=setup.costs)
     return [planned(lengths, setup, settings)[0] for lengths in every]
 
 
@@ -56,7 +57,7 @@ def main() -> None:
             for ranks in RANKS:
                 setup = Setup(shape, profile, ranks, TOKENS_PER_RANK, 8)
                 settings = PlanSettings(
-                    ranks, TOKENS_PER_RANK, tuple(shape.layers), ping_pong=True, ranks_per_node=8
+                    ranks, TOKENS_PER_RANK, tuple(shape.layers), ping_pong=AUTO, ranks_per_node=8
                 )
                 drawn = micro_batches(
                     cut_at(corpora()[corpus], longest), ranks * TOKENS_PER_RANK, seed=0

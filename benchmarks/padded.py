@@ -70,10 +70,11 @@ from hf_distca import Dispatcher, DistCAConfig, pack_padded
 from hf_distca.batches.limits import Limits
 from hf_distca.dispatch.padded import PaddedBatch, read_sequences
 from hf_distca.planner.padding import plan_padded
-from hf_distca.planner.settings import Choices, PlanSettings
+from hf_distca.planner.settings import PlanSettings
 from hf_distca.predict.profile import DeviceProfile
 from hf_distca.predict.setup import Setup
 from hf_distca.predict.shapes import ModelShape
+from hf_distca.units import AUTO
 
 CPU = torch.device("cpu")
 RANKS = 2
@@ -228,12 +229,12 @@ def host_times(dispatcher: Dispatcher, seed: int) -> Round:
 def settings_of_h200(ranks: int) -> PlanSettings:
     """Settings of plans as training has them; on one rank there is nothing to choose."""
     settings = PlanSettings(
-        ranks, TOKENS, tuple(QWEN3_600M.layers), ping_pong=True, ranks_per_node=min(ranks, 8)
+        ranks, TOKENS, tuple(QWEN3_600M.layers), ping_pong=AUTO, ranks_per_node=min(ranks, 8)
     )
     if ranks == 1:
         return replace(settings, ping_pong=False)
     costs = Setup(QWEN3_600M, DeviceProfile.load("h200"), ranks, TOKENS, min(ranks, 8)).costs
-    return replace(settings, choices=Choices.beside(settings, costs))
+    return replace(settings, costs=costs)
 
 
 def prepare(case: Case) -> Callable[[], Round]:

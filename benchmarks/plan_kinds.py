@@ -23,10 +23,11 @@ from numpy.typing import NDArray
 from typical_data import RANKS_PER_NODE, TOKENS_PER_RANK, data
 
 from hf_distca.planner.choose import Candidate, every_candidate
-from hf_distca.planner.settings import Choices, PlanSettings
+from hf_distca.planner.settings import COARSER_TOLERANCE, PlanSettings
 from hf_distca.predict.setup import Setup
 from hf_distca.predict.shapes import LLAMA_8B
 from hf_distca.sim.lengths import micro_batches
+from hf_distca.units import AUTO
 
 IntArray = NDArray[np.int64]
 Inputs = Iterator[tuple[IntArray, PlanSettings]]
@@ -50,7 +51,7 @@ def has_two_nano_batches(candidate: Candidate) -> bool:
 
 
 def has_coarse_tolerance(candidate: Candidate) -> bool:
-    return candidate.tolerance > min(Choices.tolerances)
+    return candidate.tolerance == COARSER_TOLERANCE
 
 
 def joins_some_nodes(candidate: Candidate) -> bool:
@@ -74,7 +75,7 @@ def typical_inputs(ranks: int, network: float, count: int) -> Inputs:
     settings = PlanSettings(
         ranks, TOKENS_PER_RANK, tuple(LLAMA_8B.layers), ranks_per_node=RANKS_PER_NODE
     )
-    settings = replace(settings, choices=Choices(setup.costs))
+    settings = replace(settings, costs=setup.costs, ping_pong=AUTO)
     for _, draw in data():
         for lengths in islice(micro_batches(draw, ranks * TOKENS_PER_RANK, seed=0), count):
             yield lengths, settings
@@ -92,10 +93,10 @@ def grid_inputs(count: int) -> Inputs:
 
 def ratios_without(lengths: IntArray, settings: PlanSettings) -> dict[str, float]:
     """Return, for each kind, the fastest plan without it over the fastest of all plans."""
-    assert settings.choices is not None
+    assert settings.costs is not None
     fastest = inf
     fastest_without = dict.fromkeys(PLAN_KINDS, inf)
-    for planned in every_candidate(lengths, settings, settings.choices):
+    for planned in every_candidate(lengths, settings, settings.costs):
         fastest = min(fastest, planned.seconds)
         for name, is_of_kind in PLAN_KINDS.items():
             if not is_of_kind(planned.candidate):

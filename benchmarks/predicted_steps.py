@@ -32,7 +32,6 @@ from hf_distca.kernels import get_kernel
 from hf_distca.patches.layers import plan_layers
 from hf_distca.plan import AttentionKind, MicroBatchPlan
 from hf_distca.planner.micro_batch import plan_micro_batch
-from hf_distca.planner.settings import Choices
 from hf_distca.predict.device import measured_kernel
 from hf_distca.predict.links import measured_link
 from hf_distca.predict.profile import DeviceProfile
@@ -112,7 +111,7 @@ class Steps:
     def choose_by(self, calibration: Calibration) -> None:
         """Choose the plans of the steps from now on by these costs, as training does."""
         costs = calibration.setup(self.tokens).costs
-        self.settings = replace(self.settings, choices=Choices.beside(self.settings, costs))
+        self.settings = replace(self.settings, costs=costs)
         self._plan()
 
     def _plan(self) -> None:

@@ -23,11 +23,11 @@ from hf_distca.plan.routes import Routes, make_routes
 from hf_distca.planner.padding import plan_padded
 from hf_distca.planner.prefixes import hashes_of
 from hf_distca.planner.sequences import PlannedSequences
-from hf_distca.planner.settings import Choices
 from hf_distca.predict.profile import DeviceProfile
 from hf_distca.predict.setup import Setup
 from hf_distca.predict.shapes import LLAMA_8B
 from hf_distca.sim.trees import DrawnBatch, turns_of_ranks
+from hf_distca.units import AUTO
 
 TOKENS, NODE = 32768, 8
 """Tokens of a rank, and ranks of a node."""
@@ -140,9 +140,9 @@ def main() -> None:
     ranks = options.ranks
     costs = Setup(LLAMA_8B, DeviceProfile.load("h100"), ranks, TOKENS, NODE).costs
     settings = PlanSettings(
-        ranks, TOKENS, tuple(LLAMA_8B.layers), ping_pong=True, ranks_per_node=NODE
+        ranks, TOKENS, tuple(LLAMA_8B.layers), ping_pong=AUTO, ranks_per_node=NODE
     )
-    settings = replace(settings, choices=Choices.beside(settings, costs))
+    settings = replace(settings, costs=costs)
     batches = dict(drawn(ranks))
     counts = {}
     for name, batch in batches.items():

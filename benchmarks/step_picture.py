@@ -16,13 +16,14 @@ from typing import Any
 import numpy as np
 from harness import options_parser, print_json, spread
 
-from hf_distca.planner.settings import Choices, PlanSettings
+from hf_distca.planner.settings import PlanSettings
 from hf_distca.predict.profile import DeviceProfile
 from hf_distca.predict.setup import Setup
 from hf_distca.predict.shapes import LLAMA_8B
 from hf_distca.sim.drawing import Drawing
 from hf_distca.sim.lengths import corpora, micro_batches
 from hf_distca.sim.strategies import StepTime, plain, planned
+from hf_distca.units import AUTO
 
 RANKS, TOKENS_PER_RANK = 8, 32768
 PICTURE = Path(__file__).parents[1] / "docs" / "step.svg"
@@ -101,9 +102,9 @@ def main() -> None:
     )
     setup = Setup(LLAMA_8B, DeviceProfile.load("h100"), RANKS, TOKENS_PER_RANK, RANKS)
     settings = PlanSettings(
-        RANKS, TOKENS_PER_RANK, tuple(LLAMA_8B.layers), ping_pong=True, ranks_per_node=RANKS
+        RANKS, TOKENS_PER_RANK, tuple(LLAMA_8B.layers), ping_pong=AUTO, ranks_per_node=RANKS
     )
-    settings = replace(settings, choices=Choices.beside(settings, setup.costs))
+    settings = replace(settings, costs=setup.costs)
     drawn = micro_batches(corpora()["prolong"], RANKS * TOKENS_PER_RANK, seed=0)
     pairs = []
     for lengths in islice(drawn, count):

@@ -239,11 +239,6 @@ class DistCAConfig:
                 expected = f"0 ({ZERO[name]}) or more" if name in ZERO else "positive"
                 raise RefusedError(f"{name} must be {expected}, got {value!r}")
 
-    @property
-    def chooses(self) -> bool:
-        """Whether predicted seconds decide any setting anew for every micro-batch."""
-        return AUTO in (self.document_layout, self.balance_tolerance, self.ping_pong)
-
     def planning(self, ranks: int, ranks_per_node: int | tuple[int, ...] = 1) -> dict[str, Any]:
         """Return the settings on which plans depend, by their names in PlanSettings.
 
@@ -257,18 +252,16 @@ class DistCAConfig:
         if self.ranks_per_node != AUTO:
             numbers = tuple(map(int, self.ranks_per_node.split(",")))
             ranks_per_node = numbers[0] if len(numbers) == 1 else numbers
-        planning = {
+        return {
             "ranks": ranks,
             "tokens_per_rank": self.tokens_per_rank,
             "document_layout": self.document_layout,
+            "balance_tolerance": self.balance_tolerance,
             "balance_block_size": self.balance_block_size,
             "exchange_buffer_bytes": self.exchange_buffer_bytes,
-            "ping_pong": self.ping_pong is not False and (ranks > 1 or self.attention_servers != 0),
+            "ping_pong": self.ping_pong if ranks > 1 or self.attention_servers != 0 else False,
             "ranks_per_node": ranks_per_node,
         }
-        if self.balance_tolerance != AUTO:
-            planning["balance_tolerance"] = self.balance_tolerance
-        return planning
 
 
 def _ranks_per_node(value: Any) -> str:

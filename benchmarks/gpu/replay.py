@@ -30,11 +30,12 @@ from hf_distca.plan import AttentionKind, Direction, MicroBatchPlan
 from hf_distca.plan.cost import pairs
 from hf_distca.plan.schedule import Turn
 from hf_distca.planner.micro_batch import plan_micro_batch
-from hf_distca.planner.settings import Choices, PlanSettings
+from hf_distca.planner.settings import PlanSettings
 from hf_distca.predict.device import measured_profile
 from hf_distca.predict.profile import DeviceProfile
 from hf_distca.predict.setup import Setup
 from hf_distca.predict.shapes import ModelShape
+from hf_distca.units import AUTO
 
 RANKS_PER_NODE = 8
 MOST_OFF = 0.15
@@ -158,10 +159,10 @@ def settings_of(setting: Setting, replay: Replay, profile: DeviceProfile) -> Pla
         tuple(model.layers),
         bytes_per_value=setting.dtype.itemsize,
         balance_block_size=max(128 // scale, 1),
-        ping_pong=True,
+        ping_pong=AUTO,
         ranks_per_node=nodes,
     )
-    return replace(settings, choices=Choices.beside(settings, setup.costs))
+    return replace(settings, costs=setup.costs)
 
 
 def replayed(

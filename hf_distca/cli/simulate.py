@@ -33,7 +33,7 @@ from hf_distca.cli.sources import (
 )
 from hf_distca.config import DistCAConfig
 from hf_distca.planner.padding import PlannedPadding, plan_padded
-from hf_distca.planner.settings import Choices, PlanSettings
+from hf_distca.planner.settings import PlanSettings
 from hf_distca.predict.profile import DeviceProfile
 from hf_distca.predict.setup import Setup
 from hf_distca.predict.shapes import MODELS, ModelShape
@@ -219,10 +219,8 @@ def _padded(
 
     def plan(batch: DrawnBatch, setup_of_batch: Setup) -> PlannedPadding:
         # On one rank nothing is chosen.
-        choices = (
-            None if setup_of_batch.ranks == 1 else Choices.beside(settings, setup_of_batch.costs)
-        )
-        return plan_padded(batch.lengths, replace(settings, choices=choices), batch.hashes)
+        costs = None if setup_of_batch.ranks == 1 else setup_of_batch.costs
+        return plan_padded(batch.lengths, replace(settings, costs=costs), batch.hashes)
 
     return simulate_padded(batches, setup, settings, plan)
 

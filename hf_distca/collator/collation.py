@@ -95,8 +95,9 @@ class RankDocuments(Dataset[PlannedDocuments]):
         # 1. Plan the micro-batch.
         excerpts = micro_batch.excerpts
         lengths = excerpts["stop"] - excerpts["start"]
-        choices = self.settings.choices if micro_batch.choices is None else micro_batch.choices
-        settings = replace(self.settings, choices=choices)
+        settings = self.settings
+        if micro_batch.costs is not None:
+            settings = replace(settings, costs=micro_batch.costs)
         trees = self._shared_prefixes(micro_batch) or SharedPrefixes.of_none(lengths)
         sequences = plan_sequences(trees, lengths, settings)
         # 2. Read the documents of which this rank holds rows.

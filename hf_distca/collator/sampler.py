@@ -19,7 +19,7 @@ from hf_distca.planner.bin_packing import (
     place_evenly,
     place_tightly,
 )
-from hf_distca.planner.settings import Choices
+from hf_distca.predict.seconds import StepCosts
 
 EXCERPT = np.dtype([(name, np.int64) for name in ("document", "start", "stop", "end")])
 """Tokens [start, stop) of a document, by its index in the data set; its tokens before `end` may be
@@ -96,8 +96,8 @@ class GlobalMicroBatch:
     """Documents that all ranks train on in one forward and backward pass."""
 
     excerpts: NDArray[np.void]  # [documents] of dtype EXCERPT
-    # Choices of the planner; None for the choices in the reader's settings.
-    choices: Choices | None = None
+    # Costs by which the planner chooses; None for the costs in the reader's settings.
+    costs: StepCosts | None = None
     # [documents] group of each; documents of a group may share rows. None: nothing is shared.
     groups: NDArray[np.int64] | None = None
 
@@ -126,8 +126,8 @@ class GlobalBatchSampler(Sampler[list[GlobalMicroBatch]]):
         seed: Seed of the order, together with the epoch.
         bins: Number of bins of a micro-batch, whose documents come bin after bin. No document is in
             two bins.
-        choices: Function that returns the planner's choices for the next micro-batch, with which
-            they travel.
+        costs: Function that returns the costs by which the next micro-batch is planned, with
+            which they travel.
         beginnings: What documents have in common; None if nothing is shared.
 
     Raises:
@@ -142,7 +142,7 @@ class GlobalBatchSampler(Sampler[list[GlobalMicroBatch]]):
         seed: int = 0,
         *,
         bins: int = 1,
-        choices: Callable[[], Choices | None] = lambda: None,
+        costs: Callable[[], StepCosts | None] = lambda: None,
         beginnings: SharedBeginnings | None = None,
     ):
         lengths: NDArray[np.int64] = excerpts["stop"] - excerpts["start"]
@@ -158,7 +158,7 @@ class GlobalBatchSampler(Sampler[list[GlobalMicroBatch]]):
         self.shuffle = shuffle
         self.seed = seed
         self.epoch = 0
-        self._choices = choices
+        self._costs = costs
         self._beginnings = beginnings
         # Excerpts or groups of excerpts: what is drawn as a whole. Their rows, and which excerpts
         # each one has.
@@ -200,7 +200,7 @@ class GlobalBatchSampler(Sampler[list[GlobalMicroBatch]]):
     def __iter__(self) -> Iterator[list[GlobalMicroBatch]]:
         for batch in self._batches_in_order():
             excerpts = self.excerpts[batch]
-            yield [GlobalMicroBatch(excerpts, self._choices(), self._groups_in(batch))]
+            yield [GlobalMicroBatch(excerpts, self._costs(), self._groups_in(batch))]
 
     def excerpts_in_order(self) -> Iterator[NDArray[np.void]]:
         """Yield the excerpts of each micro-batch of this epoch."""

@@ -19,7 +19,8 @@ from hf_distca.dispatch.remote import RemoteWorkers
 from hf_distca.kernels import get_kernel
 from hf_distca.plan import PLAN_KEY, MicroBatchPlan
 from hf_distca.planner.micro_batch import plan_placed
-from hf_distca.planner.settings import Choices, PlanSettings
+from hf_distca.planner.settings import PlanSettings
+from hf_distca.predict.seconds import StepCosts
 from hf_distca.refusal import RefusedError
 
 logger = logging.getLogger(__name__)
@@ -98,16 +99,16 @@ class Dispatcher:
         self.groups.connect_nodes(settings.nodes)
         self.exchange = Exchange(self.groups)
 
-    def choose_by(self, choices: Choices | None) -> None:
-        """Plan micro-batches with these choices from now on; every rank gives the same."""
-        self.settings = replace(self.settings, choices=choices)
+    def choose_by(self, costs: StepCosts | None) -> None:
+        """Plan micro-batches by these costs from now on; every rank gives the same."""
+        self.settings = replace(self.settings, costs=costs)
 
-    def choices(self) -> Choices | None:
-        """Return the choices that micro-batches are planned with.
+    def costs(self) -> StepCosts | None:
+        """Return the costs by which micro-batches are planned.
 
         None where the planner chooses nothing.
         """
-        return self.settings.choices
+        return self.settings.costs
 
     def see_length(self, longest: int) -> None:
         """Warn once, on rank 0, of a document that is longer than the model is made for."""

@@ -448,10 +448,10 @@ class PaddedBatches:
             self._settings = self.dispatcher.settings
         has_backward = torch.is_grad_enabled()
         settings = self._settings
-        if settings.choices is not None and not has_backward:
-            settings = replace(settings, choices=settings.choices.forward_only())
+        if settings.costs is not None and not has_backward:
+            settings = replace(settings, costs=settings.costs.forward_only())
         # A plan that is used again becomes the newest; the oldest is dropped.
-        key = sequences_of_ranks, has_backward or settings.choices is None
+        key = sequences_of_ranks, has_backward or settings.costs is None
         planned = self._plans.pop(key, None)
         if planned is None:
             lengths = [lengths for lengths, _ in sequences_of_ranks]

@@ -204,7 +204,7 @@ class MemoryCounter:
         ) -> Peaks:
             prepared = model_of_config(config, dtype)
             prepare_model(
-                prepared, options, ping_pong=self._settings.ping_pong, memory=self._memory
+                prepared, options, ping_pong=self._settings.may_ping_pong, memory=self._memory
             )
             return count_peaks(prepared, plan, rank, use, depth=depth)
 

@@ -50,7 +50,6 @@ def plan_settings(
     model = base_model(model)
     if config.ping_pong is True:
         check_layers(model)
-    ping_pong = config.ping_pong is not False and bool(decoder_layers(model))
     layout = document_layout(model, config)
     dtype = model.dtype if dtype is None else dtype
     kinds = tuple(layers_by_kind(model))
@@ -65,7 +64,8 @@ def plan_settings(
         kernel = get_kernel(config.attention_kernel, device, needs)
     planning = config.planning(ranks, ranks_per_node)
     planning["document_layout"] = layout
-    planning["ping_pong"] = ping_pong and planning["ping_pong"]
+    if not decoder_layers(model):
+        planning["ping_pong"] = False
     return PlanSettings(
         **planning,
         kinds=kinds,

@@ -86,7 +86,7 @@ def balance(
             "describe every rank, then the dedicated servers"
         )
     if tolerance is None:
-        tolerance = np.full(len(workers), settings.balance_tolerance)
+        tolerance = np.full(len(workers), settings.finest_tolerance)
     check_settings(float(tolerance.min()), settings.balance_block_size)
     # 2. Balance the tasks, over nodes first where links differ.
     layout = layout_of_kind(layout, kind)

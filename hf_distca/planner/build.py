@@ -60,7 +60,7 @@ def nano_batches_as_set(
     if settings.document_layout == "whole":
         documents_of_ranks = whole_documents(lengths, settings.ranks, settings.tokens_per_rank)
         return _whole_on_ranks(lengths, documents_of_ranks, settings, forest)
-    nano_documents = split_documents(lengths, settings.ranks) if settings.ping_pong else None
+    nano_documents = split_documents(lengths, settings.ranks) if settings.may_ping_pong else None
     if nano_documents is None:
         nano_documents = [np.arange(len(lengths))]
     if settings.document_layout == "fixed":
@@ -127,7 +127,7 @@ def _whole_on_ranks(
     """
     rank_halves = []
     for documents in documents_of_ranks:
-        halves = _halves(lengths, documents) if settings.ping_pong else None
+        halves = _halves(lengths, documents) if settings.may_ping_pong else None
         if halves is not None:
             rank_halves.append(halves)
     # A rank whose documents do not divide keeps all ranks at one nano-batch.

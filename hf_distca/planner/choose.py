@@ -54,8 +54,9 @@ from hf_distca.planner.groups import (
     place_on_ranks,
 )
 from hf_distca.planner.layout import check_capacity
-from hf_distca.planner.settings import UNBALANCED, Choices, PlanSettings
+from hf_distca.planner.settings import UNBALANCED, PlanSettings
 from hf_distca.predict.counts import CountedPlan, count_nano_batches
+from hf_distca.predict.seconds import StepCosts
 from hf_distca.predict.walk import Walked, in_stages, predict_step
 
 IntArray = NDArray[np.int64]
@@ -121,7 +122,7 @@ class PlannedCandidate:
 
 
 def choose(
-    lengths: IntArray, settings: PlanSettings, choices: Choices, forest: Forest | None = None
+    lengths: IntArray, settings: PlanSettings, costs: StepCosts, forest: Forest | None = None
 ) -> MicroBatchPlan:
     """Plan a micro-batch with the least predicted time.
 
@@ -132,7 +133,7 @@ def choose(
         ValueError: see `plan_micro_batch`.
     """
     as_set = partial(nano_batches_as_set, lengths, forest=forest)
-    search = _Search(lengths, settings, choices, as_set, forest)
+    search = _Search(lengths, settings, costs, as_set, forest)
     if settings.document_layout == "auto":
         check_capacity(lengths, settings.ranks, settings.tokens_per_rank)
         listed = search.in_groups()
@@ -148,7 +149,7 @@ def choose(
 
 
 def choose_placed(
-    rank_lengths: Sequence[Sequence[int]], settings: PlanSettings, choices: Choices
+    rank_lengths: Sequence[Sequence[int]], settings: PlanSettings, costs: StepCosts
 ) -> MicroBatchPlan:
     """Plan documents that stay on the ranks where they lie, with the least predicted time.
 
@@ -156,7 +157,7 @@ def choose_placed(
         rank_lengths: for each rank, lengths of its documents in the order of its rows.
     """
     fixed_nano_batches = partial(nano_batches_placed, rank_lengths)
-    search = _Search(lengths_of(rank_lengths), settings, choices, fixed_nano_batches)
+    search = _Search(lengths_of(rank_lengths), settings, costs, fixed_nano_batches)
     fastest = fastest_of(search.as_set(), search.planned)
     assert fastest is not None
     return search.finished(fastest, left_in_place(rank_lengths, settings))
@@ -186,13 +187,13 @@ def fastest_of(
 
 
 def every_candidate(
-    lengths: IntArray, settings: PlanSettings, choices: Choices
+    lengths: IntArray, settings: PlanSettings, costs: StepCosts
 ) -> Iterator[PlannedCandidate]:
     """Plan every candidate in groups, however slow: the reference for the search.
 
     Each division is combined with each number of nano-batches and each tolerance.
     """
-    search = _Search(lengths, settings, choices, partial(nano_batches_as_set, lengths))
+    search = _Search(lengths, settings, costs, partial(nano_batches_as_set, lengths))
     for candidate in search.every_candidate():
         planned = search.planned(candidate)
         if planned is not None:
@@ -211,22 +212,15 @@ class _Search:
         self,
         lengths: IntArray,
         settings: PlanSettings,
-        choices: Choices,
+        costs: StepCosts,
         as_set: Callable[[PlanSettings], tuple[NanoBatch, ...]],
         forest: Forest | None = None,
     ) -> None:
         self._forest = forest
-        costs = choices.costs
         self._lengths = lengths
-        self._choices = choices
         self._costs = costs
         self._as_set = as_set
-        self._settings = replace(
-            settings,
-            choices=None,
-            slowness=costs.slowness,
-            row_work=costs.row_work(settings.dominant_kind),
-        )
+        self._settings = settings
         self._node_sizes = node_sizes(settings.ranks, settings.ranks_per_node)
         self._speeds: FloatArray = 1 / np.array(costs.slowness or (1.0,) * settings.ranks)
         self._seconds = seconds_of(lengths, costs, forest)
@@ -331,9 +325,9 @@ class _Search:
         exchange alike, and hide the exchange in stages. A coarse tolerance saves rows between
         nodes.
         """
-        finest = self._choices.tolerances[0]
-        coarsest = self._choices.tolerances[-1]
-        fewest, most = min(self._choices.nano_batches), max(self._choices.nano_batches)
+        finest = self._settings.tolerances[0]
+        coarsest = self._settings.tolerances[-1]
+        fewest, most = min(self._settings.nano_batches), max(self._settings.nano_batches)
         placings = self._even_placings()
         most_even = min(placings, key=self._bound, default=None)
         listed = []
@@ -357,8 +351,8 @@ class _Search:
 
     def whole_documents(self) -> list[Candidate]:
         """List the candidates with whole documents on single ranks."""
-        fewest = min(self._choices.nano_batches)
-        finest = self._choices.tolerances[0]
+        fewest = min(self._settings.nano_batches)
+        finest = self._settings.tolerances[0]
         return [
             Candidate(placing, self._bound(placing), "over all", finest, fewest)
             for placing in self._whole_placings()
@@ -372,14 +366,14 @@ class _Search:
         """
         placing = Placing.of_all(self._seconds, self._speeds)
         bound = self._even_share + self._seconds_of_calls(1)
-        tolerances = self._choices.tolerances
+        tolerances = self._settings.tolerances
         # Where only the tolerance of the settings may be chosen, every plan keeps to it.
         if len(tolerances) > 1:
             tolerances = (UNBALANCED, *tolerances)
         return [
             Candidate(placing, bound, "as set", tolerance, count)
             for tolerance in tolerances
-            for count in self._choices.nano_batches
+            for count in self._settings.nano_batches
         ]
 
     def every_candidate(self) -> Iterator[Candidate]:
@@ -389,8 +383,8 @@ class _Search:
         for placing in self._placings():
             bound = self._bound(placing)
             for division in divisions if self._may_have_cuts(placing) else ("over all",):
-                for count in self._choices.nano_batches:
-                    for tolerance in self._choices.tolerances:
+                for count in self._settings.nano_batches:
+                    for tolerance in self._settings.tolerances:
                         yield Candidate(placing, bound, division, tolerance, count)
 
     @staticmethod
@@ -426,7 +420,7 @@ class _Search:
         if candidate.division == "as set":
             planned = self._as_set(replace(settings, ping_pong=count == 2))
             # Documents that form one nano-batch only are planned by the candidate with one.
-            fewest = min(self._choices.nano_batches)
+            fewest = min(self._settings.nano_batches)
             return planned if len(planned) == count or count == fewest else None
         over_all = candidate.division == "over all"
         if over_all and self._has_too_many_moves(candidate.placing):

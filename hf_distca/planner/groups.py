@@ -300,7 +300,7 @@ def _groups_of(
 
     A rank may finish as late as the slowest group, plus the tolerance.
     """
-    tolerance = settings.balance_tolerance
+    tolerance = settings.finest_tolerance
     latest = placing.slowest * (1 + tolerance)
     first_ranks = _starts(placing.sizes).tolist()
     groups = []

@@ -21,7 +21,7 @@ def plan_micro_batch(
 ) -> MicroBatchPlan:
     """Lay out the documents of one global micro-batch and balance their core attention.
 
-    With `settings.choices` the fastest of several plans is taken.
+    With `settings.costs` the fastest of several plans is taken.
 
     Args:
         lengths: one past the last row of each document.
@@ -36,10 +36,10 @@ def plan_micro_batch(
     if branches is not None and (branches.parents >= 0).any():
         forest = Forest.of(array, branches)
         array = forest.tree_lengths
-    if settings.choices is None:
+    if settings.costs is None:
         nano_batches = nano_batches_as_set(array, settings, forest)
         return finished(nano_batches, packed_in_order(array, settings, forest), settings)
-    return choose(array, settings, settings.choices, forest)
+    return choose(array, settings, settings.costs, forest)
 
 
 def plan_placed(placed: Sequence[Sequence[int]], settings: PlanSettings) -> MicroBatchPlan:
@@ -47,7 +47,7 @@ def plan_placed(placed: Sequence[Sequence[int]], settings: PlanSettings) -> Micr
 
     `placed` has the lengths of each rank's documents, in order.
     """
-    if settings.choices is None:
+    if settings.costs is None:
         nano_batches = nano_batches_placed(placed, settings)
         return finished(nano_batches, left_in_place(placed, settings), settings)
-    return choose_placed(placed, settings, settings.choices)
+    return choose_placed(placed, settings, settings.costs)

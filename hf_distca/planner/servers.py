@@ -177,7 +177,7 @@ def _balanced_again(
     tasks = moved_by(local.tasks, problem.origin)
     group = np.asarray(nodes)
     ideals = ideals_inside(problem.loads(tasks), problem.workers, group)
-    limits = ideals * (1 + settings.balance_tolerance)
+    limits = ideals * (1 + settings.finest_tolerance)
     balanced = balancing_pass(problem, tasks, limits, limits, group)
     return replace(local, tasks=moved_by(balanced, -problem.origin))
 

@@ -1,7 +1,8 @@
 """Settings of plans: everything besides document lengths that a plan depends on."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import inf
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,47 +12,20 @@ from hf_distca.plan.cost import BALANCE_TOLERANCE, RowBytes, Workers
 from hf_distca.plan.nodes import node_sizes, nodes_of
 from hf_distca.plan.stages import EXCHANGE_BUFFER_BYTES
 from hf_distca.predict.seconds import StepCosts
+from hf_distca.units import AUTO
 
 COARSER_TOLERANCE = 0.1
-"""Second tolerance that the planner may choose, beside the one that the settings name. Plans with
-it send fewer rows, which is faster where links between nodes are slow. 0.3 was hardly ever
-faster."""
+"""Second tolerance that the planner may choose, beside the fine one. Plans with it send fewer rows,
+which is faster where links between nodes are slow. 0.3 was hardly ever faster."""
 UNBALANCED = 1e9
 """Tolerance of plans that move nothing for balance: rows travel only where documents are cut."""
 
 
 @dataclass(frozen=True)
-class Choices:
-    """Choices of the planner for every micro-batch, made by predicted seconds."""
-
-    costs: StepCosts
-    # Tolerances of balance, the finest first.
-    tolerances: tuple[float, ...] = (BALANCE_TOLERANCE, COARSER_TOLERANCE)
-    nano_batches: tuple[int, ...] = (1, 2)
-
-    def forward_only(self) -> "Choices":
-        """Return the choices for micro-batches without a backward."""
-        return replace(self, costs=self.costs.forward_only())
-
-    @classmethod
-    def beside(
-        cls,
-        settings: "PlanSettings",
-        costs: StepCosts,
-        *,
-        coarser: bool = True,
-        nano_batches: tuple[int, ...] = (1, 2),
-    ) -> "Choices":
-        """Return the choices that the settings allow, with their tolerance as the finest."""
-        tolerances: tuple[float, ...] = (settings.balance_tolerance,)
-        if coarser and settings.balance_tolerance < COARSER_TOLERANCE:
-            tolerances = (settings.balance_tolerance, COARSER_TOLERANCE)
-        return cls(costs, tolerances, nano_batches if settings.ping_pong else (1,))
-
-
-@dataclass(frozen=True)
 class PlanSettings:
     """Everything besides document lengths that a plan depends on; the same on every rank.
+
+    With `costs` the planner chooses what is "auto" anew for every micro-batch.
 
     Attributes:
         ranks: Number of ranks that hold tokens.
@@ -61,22 +35,18 @@ class PlanSettings:
         document_layout: "auto" lets the planner place documents. "fixed" packs documents in order
             with equal tokens per rank. "whole" keeps every document on one rank.
         balance_tolerance: How far a worker's core attention may exceed the mean, as a fraction of
-            the mean.
+            the mean. "auto" without costs is the fine tolerance.
         balance_block_size: Tasks are cut at multiples of this many rows.
         row_overhead: Cost of a query row besides its pairs, in query-key pairs.
         gather_cost: Cost of gathering a byte of K and V on a rank, in bytes sent.
-        ping_pong: Whether to divide micro-batches into two nano-batches where possible.
+        ping_pong: Whether to divide micro-batches into two nano-batches where possible. "auto"
+            without costs is yes.
         exchange_buffer_bytes: Size of an exchange buffer for K and V rows; a rank has several.
         kernel: Name of the attention kernel; "auto" takes the device's kernel that suits most
             models.
         ranks_per_node: Number of consecutive ranks that share a node: one number, or one for each
             node. With 1, or with all ranks on one node, all links are alike.
-        choices: Choices that the planner makes for every micro-batch, instead of the settings
-            above; None for none.
-        slowness: [ranks] time of each rank for the same work, as a multiple of a usual rank; empty
-            if all are alike.
-        row_work: Cost of a row besides core attention, in query-key pairs. It matters where ranks
-            differ in speed.
+        costs: Costs of a step, by which the planner predicts seconds; None if it chooses nothing.
 
     Raises:
         ValueError: The nodes do not add up to the number of ranks.
@@ -87,20 +57,44 @@ class PlanSettings:
     kinds: tuple[AttentionKind, ...] = (AttentionKind(),)
     bytes_per_value: int = 2
     document_layout: str = "auto"
-    balance_tolerance: float = BALANCE_TOLERANCE
+    balance_tolerance: float | Literal["auto"] = AUTO
     balance_block_size: int = 128
     row_overhead: int = 0
     gather_cost: float = 0.0
-    ping_pong: bool = False
+    ping_pong: bool | Literal["auto"] = False
     exchange_buffer_bytes: int = EXCHANGE_BUFFER_BYTES
     kernel: str = "auto"
     ranks_per_node: int | tuple[int, ...] = 1
-    choices: Choices | None = None
-    slowness: tuple[float, ...] = ()
-    row_work: float = 0.0
+    costs: StepCosts | None = None
 
     def __post_init__(self) -> None:
         node_sizes(self.ranks, self.ranks_per_node)
+
+    @property
+    def tolerances(self) -> tuple[float, ...]:
+        """Tolerances of balance that the planner chooses among, the finest first."""
+        if self.balance_tolerance != AUTO:
+            return (self.balance_tolerance,)
+        return (
+            (BALANCE_TOLERANCE,) if self.costs is None else (BALANCE_TOLERANCE, COARSER_TOLERANCE)
+        )
+
+    @property
+    def finest_tolerance(self) -> float:
+        """The least of the tolerances."""
+        return self.tolerances[0]
+
+    @property
+    def nano_batches(self) -> tuple[int, ...]:
+        """Numbers of nano-batches that the planner chooses among, the fewest first."""
+        if self.ping_pong != AUTO:
+            return (2,) if self.ping_pong else (1,)
+        return (2,) if self.costs is None else (1, 2)
+
+    @property
+    def may_ping_pong(self) -> bool:
+        """Whether a micro-batch may have two nano-batches."""
+        return self.ping_pong is not False
 
     @property
     def node_sizes(self) -> tuple[int, ...] | None:
@@ -135,10 +129,10 @@ class PlanSettings:
 
         None if all ranks are alike.
         """
-        if not self.slowness:
+        if self.costs is None or not self.costs.slowness:
             return None
-        besides = np.array(self.slowness) * rows * self.row_work
-        speeds = tuple(1 / slowness for slowness in self.slowness)
+        besides = np.array(self.costs.slowness) * rows * self.costs.row_work(self.dominant_kind)
+        speeds = tuple(1 / slowness for slowness in self.costs.slowness)
         return Workers(speeds, tuple((besides - besides.min()).tolist()))
 
     def buffer_rows(self, kind: AttentionKind) -> int:

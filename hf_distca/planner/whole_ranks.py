@@ -51,7 +51,7 @@ def may_choose_whole_ranks(settings: PlanSettings) -> bool:
 
     It may if it places documents as it likes.
     """
-    return settings.document_layout == "auto" and settings.choices is not None
+    return settings.document_layout == "auto" and settings.costs is not None
 
 
 def whole_ranks_pay(
@@ -66,12 +66,12 @@ def whole_ranks_pay(
         fitted: of micro-batches whose documents fit into whole ranks; read only if full ones could
             be improved.
     """
-    if not may_choose_whole_ranks(settings) or settings.choices is None:
+    if not may_choose_whole_ranks(settings) or settings.costs is None:
         return False
     compared = list(islice(full, COMPARED_BATCHES))
     if max(int(lengths.max()) for lengths in compared) > settings.tokens_per_rank:
         return False
-    costs = settings.choices.costs
+    costs = settings.costs
     speeds = 1 / np.array(costs.slowness or (1.0,) * settings.ranks)
     work_s = sum(float(document_seconds(lengths, costs).sum()) for lengths in compared)
     # Seconds per token if ranks computed alike and never waited.

@@ -9,7 +9,7 @@ import numpy as np
 
 from hf_distca.plan import MicroBatchPlan
 from hf_distca.plan.cost import pairs
-from hf_distca.planner.settings import Choices, PlanSettings
+from hf_distca.planner.settings import PlanSettings
 from hf_distca.planner.whole_ranks import fitting, whole_ranks_pay
 from hf_distca.predict.seconds import FloatArray
 from hf_distca.predict.setup import Setup
@@ -399,7 +399,7 @@ def _as_drawn(
 
     The second value says whether their documents fit into whole ranks.
     """
-    chosen = replace(settings, choices=Choices.beside(settings, setup.costs))
+    chosen = replace(settings, costs=setup.costs)
     fitted = (fitting(lengths, setup.ranks, setup.tokens_per_rank) for lengths in full)
     longest = max(int(lengths.max()) for lengths in full)
     if longest > setup.tokens_per_rank or not whole_ranks_pay(full, fitted, chosen):

@@ -15,7 +15,7 @@ from hf_distca.plan.cost import Workers
 from hf_distca.planner.bin_packing import Bins, largest_first
 from hf_distca.planner.micro_batch import plan_micro_batch
 from hf_distca.planner.servers import plan_with_servers
-from hf_distca.planner.settings import Choices, PlanSettings
+from hf_distca.planner.settings import PlanSettings
 from hf_distca.predict.counts import count_nano_batches
 from hf_distca.predict.mixing import count_cuts
 from hf_distca.predict.setup import Setup
@@ -79,8 +79,7 @@ def all_strategies(setup: Setup, settings: PlanSettings, servers: int) -> tuple[
     # 2. Plans with a set layout, and the plan that training would choose.
     layout = "whole" if settings.document_layout == "whole" else "fixed"
     add_planned(f"hf_distca, {layout}", layout, replace(settings, document_layout=layout))
-    choices = Choices.beside(settings, setup.costs)
-    add_planned(CHOSEN, "auto", replace(settings, choices=choices))
+    add_planned(CHOSEN, "auto", replace(settings, costs=setup.costs))
     if servers:
         name = f"hf_distca, {counted(servers, 'server')}"
         add_planned(name, settings.document_layout, settings, servers)

@@ -35,7 +35,7 @@ from hf_distca.patches.padded import pack_backbone
 from hf_distca.patches.prepare import prepare_model
 from hf_distca.refusal import check
 from hf_distca.trainer import parallel
-from hf_distca.trainer.costs import choices_of
+from hf_distca.trainer.costs import costs_of
 from hf_distca.trainer.fitting import fit_into_memory
 from hf_distca.trainer.memory import layers_to_checkpoint
 from hf_distca.trainer.offload import offload_activations
@@ -123,11 +123,11 @@ def make_dispatcher(
     # are without it.
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         dispatcher.choose_by(
-            choices_of(model, dispatcher, config, checkpointing=checkpointed > 0, folder=folder)
+            costs_of(model, dispatcher, config, checkpointing=checkpointed > 0, folder=folder)
         )
     memory = smallest_memory(dispatcher.groups, device)
     with raised_together(config.exchange_timeout):
-        prepare_model(model, config, ping_pong=settings.ping_pong, memory=memory)
+        prepare_model(model, config, ping_pong=settings.may_ping_pong, memory=memory)
     if config.offload_activations is True:
         offload_activations(model, config, dispatcher, checkpointed=checkpointed)
     return dispatcher
@@ -171,7 +171,7 @@ def pack_padded(
     else:
         with dispatcher.groups.raised_together():
             plan_attention(base_model(model))
-            prepare_model(model, config, ping_pong=dispatcher.settings.ping_pong)
+            prepare_model(model, config, ping_pong=dispatcher.settings.may_ping_pong)
     shares = shares_prefixes(config, why_sequences_stay_alone(model), dispatcher.groups.rank)
     pack_backbone(model, PaddedBatches(dispatcher, share_prefixes=shares))
     return dispatcher
@@ -221,7 +221,7 @@ def gathers_whole_layers(
     Without changes to its layers, a model gathers the weights of one module at a time.
     """
     in_chunks = config.mlp_chunk_rows not in (0, AUTO)
-    divided = dispatcher.settings.ping_pong or in_chunks or mixing_layers(model)
+    divided = dispatcher.settings.may_ping_pong or in_chunks or mixing_layers(model)
     return bool(divided) and parallel.gathers_parameters(accelerator)
 
 

@@ -19,7 +19,6 @@ from hf_distca.dispatch.peers import PeerExchanges
 from hf_distca.dispatch.recorder import Recording, Span
 from hf_distca.models.shape import model_shape
 from hf_distca.plan import MicroBatchPlan
-from hf_distca.planner.settings import Choices
 from hf_distca.predict.corrections import Corrections
 from hf_distca.predict.device import measured_profile, name_of
 from hf_distca.predict.links import with_links
@@ -50,39 +49,34 @@ UNREADABLE = "the costs in %s cannot be read and are measured again (%s)"
 """Warning about a damaged file with measured costs, or with corrections of them."""
 
 
-def choices_of(
+def costs_of(
     model: PreTrainedModel,
     dispatcher: Dispatcher,
     config: DistCAConfig,
     *,
     checkpointing: bool,
     folder: Path | None = None,
-) -> Choices | None:
-    """Return the planner's choices and costs; None if nothing is chosen. A collective."""
+) -> StepCosts | None:
+    """Return the costs by which plans are chosen; None if nothing is chosen. A collective."""
     settings = dispatcher.settings
     # Read also where nothing is chosen: a name that is wrong is wrong on any number of ranks.
     with raised_together(config.exchange_timeout):
         profile_of_file = (
             None if config.device_profile is None else DeviceProfile.load(config.device_profile)
         )
-    chooses = config.chooses or profile_of_file is not None
+    chosen = (settings.document_layout, settings.balance_tolerance, settings.ping_pong)
+    chooses = AUTO in chosen or profile_of_file is not None
     # With dedicated servers, every plan is balanced again for the servers that are present.
     if not chooses or settings.ranks == 1 or config.attention_servers != 0:
         return None
-    setup = Setup(
+    return Setup(
         model_shape(model),
         profile_of_file or _measured_profile(model, dispatcher, folder),
         settings.ranks,
         settings.tokens_per_rank,
         settings.ranks_per_node,
         checkpointing=checkpointing,
-    )
-    return Choices.beside(
-        settings,
-        setup.costs,
-        coarser=config.balance_tolerance == AUTO,
-        nano_batches=(1, 2) if config.ping_pong == AUTO else (2,),
-    )
+    ).costs
 
 
 def _measured_profile(
@@ -184,7 +178,7 @@ class LearnedCosts(TrainerCallback):
 
     def __init__(self, dispatcher: Dispatcher) -> None:
         self._dispatcher = dispatcher
-        self._choices = dispatcher.settings.choices  # with the costs as measured
+        self._measured = dispatcher.settings.costs
         self._corrections = Corrections()
         self._recording: Recording | None = None
         self._plans: list[list[MicroBatchPlan]] = []  # of each watched step
@@ -199,7 +193,7 @@ class LearnedCosts(TrainerCallback):
         """Start recording if this step is watched."""
         step = state.global_step + 1
         is_first = step in EARLY_STEPS or step % EVERY_STEPS == EVERY_STEPS // 2
-        if self._choices is not None and (is_first or self._plans):
+        if self._measured is not None and (is_first or self._plans):
             self._plans.append([])
             self._recording = self._dispatcher.recorder.listen("kernel", "wait", "phase")
             self._began = time.perf_counter()
@@ -211,14 +205,14 @@ class LearnedCosts(TrainerCallback):
 
     def on_step_end(self, *_args: Any, **_kwargs: Any) -> None:
         """Correct the costs after the last watched step; a collective at that step."""
-        if self._recording is None or self._choices is None:
+        if self._recording is None or self._measured is None:
             return
         kernel_s, between_s = observe(self._recording.take())
         self._observed.append((kernel_s, between_s, time.perf_counter() - self._began))
         self._recording.stop()
         self._recording = None
         if len(self._observed) == WATCHED_STEPS:
-            self._compare(self._choices.costs)
+            self._compare(self._measured)
 
     def _compare(self, measured: StepCosts) -> None:
         """Compare the watched steps with the costs, and correct the costs. A collective."""
@@ -258,23 +252,20 @@ class LearnedCosts(TrainerCallback):
         return np.array(observed_by_rank).transpose(1, 2, 0)
 
     def _correct(self, corrections: Corrections) -> None:
-        """Let plans use corrected costs, beside other choices that a user may have changed."""
-        present = self._dispatcher.settings.choices
-        if present is not None and self._choices is not None:
+        """Let plans use corrected costs."""
+        if self._measured is not None:
             self._corrections = corrections
-            self._dispatcher.choose_by(
-                replace(present, costs=corrections.applied(self._choices.costs))
-            )
+            self._dispatcher.choose_by(corrections.applied(self._measured))
 
     def save(self, folder: Path) -> None:
         """Write the corrections into a checkpoint.
 
         A resumed training then makes the same plans.
         """
-        if self._choices is not None:
+        if self._measured is not None:
             folder.mkdir(parents=True, exist_ok=True)
             content = {
-                "measured": repr(self._choices.costs),
+                "measured": repr(self._measured),
                 "corrections": asdict(self._corrections),
             }
             (folder / CORRECTIONS_FILE).write_text(json.dumps(content), encoding="utf-8")
@@ -286,12 +277,12 @@ class LearnedCosts(TrainerCallback):
         self._recording = None
         self._plans = []
         self._observed = []
-        if self._choices is None:
+        if self._measured is None:
             return
         groups = self._dispatcher.groups
         corrections: Corrections | None = None
         if folder is not None and groups.members[groups.rank] == 0:
-            corrections = _kept_corrections(folder / CORRECTIONS_FILE, self._choices.costs)
+            corrections = _kept_corrections(folder / CORRECTIONS_FILE, self._measured)
         self._correct(groups.all_gather(corrections or Corrections(), in_world=True)[0])
 
 

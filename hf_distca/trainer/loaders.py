@@ -367,7 +367,7 @@ class PackedLoaders:
                 shuffle=shuffle,
                 seed=seed,
                 bins=bins,
-                choices=self._dispatcher.choices,
+                costs=self._dispatcher.costs,
                 beginnings=beginnings,
             )
             options |= {

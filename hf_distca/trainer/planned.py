@@ -101,7 +101,7 @@ class PlannedTraining(_Trainer):
             self.add_callback(self._tracer)
         shorten_console(self.callback_handler)
         self._has_logged_choice = False  # of the planner
-        self._remedies = Remedies(args, ping_pong=dispatcher.settings.ping_pong)
+        self._remedies = Remedies(args, ping_pong=dispatcher.settings.may_ping_pong)
         warn_of_forks(args)
         self._wrapped: nn.Module | None = None  # the wrapped model of the last training step
 

@@ -25,7 +25,7 @@ from hf_distca.collator.refusals import Data
 from hf_distca.collator.sampler import GlobalBatchSampler, GlobalMicroBatch, fit_documents
 from hf_distca.collator.streams import StreamPacker
 from hf_distca.plan import AttentionKind
-from hf_distca.planner.settings import Choices, PlanSettings
+from hf_distca.planner.settings import PlanSettings
 from hf_distca.predict.seconds import KernelCost, KindCosts, LinkCost, Links, StepCosts
 from tests.counting import Counting
 from tests.refused import refused
@@ -186,20 +186,18 @@ def test_the_choices_that_come_with_a_micro_batch_are_those_of_its_plan():
     since.
     """
 
-    def choices(seconds):
+    def costs(seconds):
         kernel = KernelCost(0.0, 0.0, 0.0, 0.0)
         link = LinkCost(0.0, np.inf)
         kinds = (KindCosts(AttentionKind(), 1, kernel, kernel),)
-        return Choices(
-            StepCosts(kinds, seconds, 0.0, 1.0, 0.0, Links(link, link)), nano_batches=(1,)
-        )
+        return StepCosts(kinds, seconds, 0.0, 1.0, 0.0, Links(link, link))
 
-    settings = PlanSettings(1, 8, choices=choices(1.0))
+    settings = PlanSettings(1, 8, costs=costs(1.0))
     reader = RankDocuments(examples_of([5]), np.array([5]), settings, 0)
     excerpts = fit_documents(np.array([5]), 8, "error", "limit")
     by_settings = reader[GlobalMicroBatch(excerpts, None)].plan
     assert by_settings.choice.seconds == pytest.approx(10.0)
-    by_corrections = reader[GlobalMicroBatch(excerpts, choices(10.0))].plan
+    by_corrections = reader[GlobalMicroBatch(excerpts, costs(10.0))].plan
     assert by_corrections.choice.seconds == pytest.approx(100.0)
 
 

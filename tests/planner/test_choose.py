@@ -22,7 +22,7 @@ from hf_distca.planner.choose import (
 )
 from hf_distca.planner.groups import Placing
 from hf_distca.planner.micro_batch import plan_micro_batch, plan_placed
-from hf_distca.planner.settings import UNBALANCED, Choices, PlanSettings
+from hf_distca.planner.settings import UNBALANCED, PlanSettings
 from hf_distca.predict.counts import count_plan
 from hf_distca.predict.profile import DeviceProfile
 from hf_distca.predict.seconds import KernelCost, KindCosts, LinkCost, Links, StepCosts
@@ -30,6 +30,7 @@ from hf_distca.predict.setup import Setup
 from hf_distca.predict.shapes import LLAMA_8B
 from hf_distca.predict.walk import Walked
 from hf_distca.sim.lengths import corpora, lognormal, micro_batches
+from hf_distca.units import AUTO
 
 KIND = AttentionKind(None, 4, 2, 8, 8)
 ROWS_OF_RANK = ["document", "start", "stop", "rank"]
@@ -54,13 +55,19 @@ def chosen(
     ranks=4,
     ranks_per_node=2,
     ranks_per_core=1.0,
-    **choices,
+    **settings,
 ):
-    of_plans = PlanSettings(
-        ranks, tokens, (KIND,), balance_block_size=4, ranks_per_node=ranks_per_node
-    )
     of_ranks = replace(costs(within, between), ranks_per_core=ranks_per_core)
-    return plan_micro_batch(lengths, replace(of_plans, choices=Choices(of_ranks, **choices)))
+    of_plans = PlanSettings(
+        ranks,
+        tokens,
+        (KIND,),
+        balance_block_size=4,
+        ranks_per_node=ranks_per_node,
+        costs=of_ranks,
+        **{"ping_pong": AUTO, **settings},
+    )
+    return plan_micro_batch(lengths, of_plans)
 
 
 def exchanges(plan) -> bool:
@@ -102,8 +109,7 @@ def plan_with_task_cost(task_s):
     forward = replace(kind_costs.forward, task=task_s)
     backward = replace(kind_costs.backward, task=2 * task_s)
     step_costs = replace(step_costs, kinds=(KindCosts(KIND, 1, forward, backward),))
-    choices = Choices(step_costs, nano_batches=(1,))
-    settings = PlanSettings(2, 64, (KIND,), balance_block_size=4, choices=choices)
+    settings = PlanSettings(2, 64, (KIND,), balance_block_size=4, costs=step_costs)
     return plan_micro_batch([40, 30], settings)
 
 
@@ -154,7 +160,7 @@ def test_packed_documents_are_predicted_with_all_costs_of_the_kernel():
             costs(FREE, SLOW), kinds=(KindCosts(kind, 1, kernel, kernel.scaled(2)),), **changed
         )
         return plan_micro_batch(
-            lengths, PlanSettings(2, 64, (kind,), choices=Choices(of_ranks))
+            lengths, PlanSettings(2, 64, (kind,), costs=of_ranks, ping_pong=AUTO)
         ).choice
 
     def seconds(lengths, of_pairs):  # of a rank with these documents
@@ -186,25 +192,29 @@ def test_what_is_packed_in_order_holds_the_same_documents():
     assert packed([20, 80, 10]) == [(0, 0, 20, 0), (1, 0, 35, 0), (1, 35, 80, 1), (2, 0, 10, 1)]
 
     def choice(link, **settings):
-        choices = Choices(costs(link, link), tolerances=(UNBALANCED,), nano_batches=(1,))
-        of_plans = PlanSettings(2, 64, (KIND,), choices=choices, **settings)
+        of_plans = PlanSettings(
+            2, 64, (KIND,), balance_tolerance=UNBALANCED, costs=costs(link, link), **settings
+        )
         return plan_micro_batch([20, 80, 10], of_plans).choice
 
     near, far = (choice(LinkCost(latency, np.inf)) for latency in (0.0, 9.0))
     as_laid_out = choice(LinkCost(9.0, np.inf), document_layout="fixed")
     assert far.packed_seconds == as_laid_out.seconds > near.packed_seconds
     # Documents that stay on their ranks are compared with what these compute themselves.
-    placed = PlanSettings(2, 64, (KIND,), choices=Choices(costs(SLOW, SLOW)))
+    placed = PlanSettings(2, 64, (KIND,), costs=costs(SLOW, SLOW), ping_pong=AUTO)
     plan = plan_placed([[40, 10], [10]], placed)
     assert plan.choice.packed_seconds == plan.choice.seconds
-    as_set = plan_placed([[40, 10], [10]], replace(placed, choices=None))
+    as_set = plan_placed([[40, 10], [10]], replace(placed, costs=None))
     for either in (plan, as_set):
         assert either.summary.packed_max_over_mean == pytest.approx(875 / ((875 + 55) / 2))
 
 
 def test_joined_nodes_are_tried_in_the_order_of_their_size():
-    settings = PlanSettings(8, 64, (KIND,), ranks_per_node=2, balance_block_size=4)
-    candidates = every_candidate(np.array([200, 115]), settings, Choices(costs(FREE, SLOW)))
+    of_ranks = costs(FREE, SLOW)
+    settings = PlanSettings(
+        8, 64, (KIND,), ranks_per_node=2, balance_block_size=4, ping_pong=AUTO, costs=of_ranks
+    )
+    candidates = every_candidate(np.array([200, 115]), settings, of_ranks)
     groups = [max(planned.candidate.placing.sizes) for planned in candidates]
     assert set(groups) == {4, 6, 8}
     assert groups == sorted(groups)
@@ -212,7 +222,7 @@ def test_joined_nodes_are_tried_in_the_order_of_their_size():
 
 @pytest.mark.parametrize("count", [1, 2])
 def test_a_given_number_of_nano_batches_is_kept(count):
-    plan = chosen([60, 50, *[10] * 10], nano_batches=(count,))
+    plan = chosen([60, 50, *[10] * 10], ping_pong=count == 2)
     assert len(plan.nano_batches) == count
 
 
@@ -220,8 +230,8 @@ def test_a_given_number_of_nano_batches_is_kept(count):
 def test_a_given_layout_is_kept(layout):
     lengths = [60, *[10] * 12]
     settings = PlanSettings(4, 64, (KIND,), document_layout=layout, balance_block_size=4)
-    choices = Choices(costs(FREE, FREE))
-    plan = plan_micro_batch(lengths, replace(settings, choices=choices))
+    of_ranks = costs(FREE, FREE)
+    plan = plan_micro_batch(lengths, replace(settings, ping_pong=AUTO, costs=of_ranks))
     assert plan.choice.group == 4
     ping_pong = len(plan.nano_batches) == 2
     expected = plan_micro_batch(lengths, replace(settings, ping_pong=ping_pong))
@@ -237,26 +247,32 @@ def test_the_search_finds_what_trying_everything_finds(ranks, bandwidth):
     links = Links(profile.exchange.within, LinkCost(3e-5, bandwidth))
     tokens, draw = (32768, corpora()["agents"]) if ranks == 16 else (8192, lognormal(2000, 1.2))
     setup = Setup(LLAMA_8B, replace(profile, exchange=links), ranks, tokens, ranks_per_node)
-    settings = PlanSettings(ranks, tokens, tuple(LLAMA_8B.layers), ranks_per_node=ranks_per_node)
-    choices = Choices(setup.costs)
+    settings = PlanSettings(
+        ranks,
+        tokens,
+        tuple(LLAMA_8B.layers),
+        ping_pong=AUTO,
+        ranks_per_node=ranks_per_node,
+        costs=setup.costs,
+    )
     ratios = []
     for lengths in islice(micro_batches(draw, ranks * tokens, seed=0), 6):
-        plan = plan_micro_batch(lengths.tolist(), replace(settings, choices=choices))
-        candidates = every_candidate(lengths, settings, choices)
+        plan = plan_micro_batch(lengths.tolist(), settings)
+        candidates = every_candidate(lengths, settings, setup.costs)
         ratios.append(plan.choice.seconds / min(candidate.seconds for candidate in candidates))
     assert np.median(ratios) <= 1.01
     assert max(ratios) <= 1.015
 
 
-@pytest.mark.parametrize("groups", [True, False])
-def test_a_slower_rank_gets_less_to_do(groups):
-    """It takes twice as long for everything, and has equally many rows in the joint layout."""
+@pytest.mark.parametrize("layout", ["auto", "fixed"])
+def test_a_slower_rank_gets_less_to_do(layout):
+    """It takes twice as long for everything, and has equally many rows."""
     settings = PlanSettings(4, 64, (KIND,), balance_block_size=4, ranks_per_node=2)
     costs_of_plans = (
         replace(costs(FREE, FREE), slowness=slowness) for slowness in ((), (1.0, 1.0, 1.0, 2.0))
     )
     alike, uneven = (
-        plan_micro_batch([240], replace(settings, choices=Choices(step_costs, groups=groups)))
+        plan_micro_batch([240], replace(settings, document_layout=layout, costs=step_costs))
         for step_costs in costs_of_plans
     )
     loads = [
@@ -271,12 +287,12 @@ def test_a_slower_rank_gets_less_to_do(groups):
     assert uneven.choice.seconds < 0.8 * 2 * alike.choice.seconds
 
 
-def choices_of_one_document(link, call_s):
+def costs_of_one_document(link, call_s):
     """Each stage costs calls of the kernel, and hides the exchange of the next."""
     step_costs = costs(link, link)
     kernel = KernelCost(call_s, 0.0, 0.0, 1e-6)
     kind_costs = replace(step_costs.kinds[0], forward=kernel, backward=kernel)
-    return Choices(replace(step_costs, kinds=(kind_costs,)), nano_batches=(1,))
+    return replace(step_costs, kinds=(kind_costs,))
 
 
 SLOW_FOR_ROWS = LinkCost(0.0, 2e4)
@@ -292,8 +308,8 @@ SLOW_FOR_ROWS = LinkCost(0.0, 2e4)
     ],
 )
 def test_stages_are_as_many_as_pay(link, call_s, buffers, fewest, most):
-    choices = choices_of_one_document(link, call_s)
-    settings = PlanSettings(2, 16384, (KIND,), document_layout="fixed", choices=choices)
+    of_ranks = costs_of_one_document(link, call_s)
+    settings = PlanSettings(2, 16384, (KIND,), document_layout="fixed", costs=of_ranks)
     (nano,) = plan_micro_batch([32768], settings).nano_batches
     rows = int(rows_by_stage(replace(nano.plans[KIND], stage_rows=None)).max())
     buffer_bytes = int(rows / buffers) * settings.row_bytes(KIND).kv
@@ -305,8 +321,9 @@ def test_stages_are_as_many_as_pay(link, call_s, buffers, fewest, most):
 @pytest.mark.parametrize(("call_s", "stages"), [(1e3, 1), (0.0, None)])
 def test_candidates_are_compared_with_few_stages_where_these_pay(call_s, stages):
     """Where calls are free, the usual number hides the exchange."""
-    choices = choices_of_one_document(SLOW_FOR_ROWS, call_s)
-    candidates = every_candidate(np.array([32768]), PlanSettings(2, 16384, (KIND,)), choices)
+    of_ranks = costs_of_one_document(SLOW_FOR_ROWS, call_s)
+    settings = PlanSettings(2, 16384, (KIND,), costs=of_ranks)
+    candidates = every_candidate(np.array([32768]), settings, of_ranks)
     assert {planned.stages for planned in candidates} == {stages}
 
 
@@ -367,8 +384,9 @@ def test_candidates_are_planned_until_none_can_be_faster(bounds_and_seconds, fas
 def test_no_plan_is_faster_than_its_bound(slowness, lengths):
     settings = PlanSettings(8, 64, (KIND,), ranks_per_node=2, balance_block_size=4)
     kinds = (KindCosts(KIND, 1, KernelCost(0.02, 0, 0, 1e-3), KernelCost(0.03, 0, 0, 2e-3)),)
-    choices = Choices(replace(costs(FREE, SLOW), kinds=kinds, launches=0.01, slowness=slowness))
-    for planned in every_candidate(np.array(lengths), settings, choices):
+    of_ranks = replace(costs(FREE, SLOW), kinds=kinds, launches=0.01, slowness=slowness)
+    settings = replace(settings, ping_pong=AUTO, costs=of_ranks)
+    for planned in every_candidate(np.array(lengths), settings, of_ranks):
         assert planned.candidate.bound <= planned.seconds * (1 + 1e-9)
 
 
@@ -376,7 +394,7 @@ def test_whole_documents_that_are_nearly_even_are_planned_alone(monkeypatch):
     """A cut document would take a second kernel call in each layer."""
     settings = PlanSettings(2, 64, (KIND,), balance_block_size=4)
     kinds = (KindCosts(KIND, 1, KernelCost(0.2, 0, 0, 1e-3), KernelCost(0.2, 0, 0, 2e-3)),)
-    choices = Choices(replace(costs(FREE, FREE), kinds=kinds))
+    of_ranks = replace(costs(FREE, FREE), kinds=kinds)
     planned = []
     plan_candidate = _Search.planned
 
@@ -385,7 +403,7 @@ def test_whole_documents_that_are_nearly_even_are_planned_alone(monkeypatch):
         return plan_candidate(search, candidate)
 
     monkeypatch.setattr(_Search, "planned", noted)
-    plan_micro_batch([24, 18, 18, 18], replace(settings, choices=choices))
+    plan_micro_batch([24, 18, 18, 18], replace(settings, ping_pong=AUTO, costs=of_ranks))
     assert [candidate.placing.sizes for candidate in planned] == [(1, 1)]
 
 
@@ -401,8 +419,9 @@ def test_larger_groups_are_tried_where_smaller_ones_have_too_many_moves(
 ):
     monkeypatch.setattr(choose, "MOST_MOVES", most_moves)
     settings = PlanSettings(8, 64, (KIND,), ranks_per_node=2, balance_block_size=4)
-    choices = Choices(costs(FREE, SLOW))
-    search = choose._Search(np.array([100, 100]), settings, choices, partial(tuple))
+    of_ranks = costs(FREE, SLOW)
+    settings = replace(settings, costs=of_ranks)
+    search = choose._Search(np.array([100, 100]), settings, of_ranks, partial(tuple))
     assert [placing.sizes for placing in search._even_placings()] == expected
 
 
@@ -417,9 +436,9 @@ def test_long_documents_are_divided_evenly_where_that_is_faster():
 
 def test_a_coarser_balance_moves_fewer_bytes_over_slow_links():
     link = LinkCost(0.0, 1e3)
-    options = {"ranks_per_node": 4, "nano_batches": (1,)}
+    options = {"ranks_per_node": 4, "ping_pong": False}
     coarse = chosen([70, 70, 70, 46], link, link, **options)
-    fine = chosen([70, 70, 70, 46], link, link, tolerances=(0.01,), **options)
+    fine = chosen([70, 70, 70, 46], link, link, balance_tolerance=0.01, **options)
     assert coarse.choice.tolerance == 0.1
     assert coarse.summary.max_over_mean == pytest.approx(1.1003, abs=1e-4)
     assert fine.summary.max_over_mean == pytest.approx(1.0009, abs=1e-4)
@@ -436,8 +455,8 @@ def test_too_many_tokens_are_refused():
 def test_the_costliest_document_comes_first_where_documents_stay_whole(layout):
     """30 alone, and the shorter ones together: 465 pairs beside 475."""
     settings = PlanSettings(2, 64, (KIND,), document_layout=layout, balance_block_size=4)
-    choices = Choices(costs(SLOW, SLOW))
-    plan = plan_micro_batch([30, 20, 20, 10], replace(settings, choices=choices))
+    settings = replace(settings, ping_pong=AUTO, costs=costs(SLOW, SLOW))
+    plan = plan_micro_batch([30, 20, 20, 10], settings)
     assert not exchanges(plan)
     assert plan.choice.group == 1
     assert sorted(plan.tokens.tolist()) == [30, 50]

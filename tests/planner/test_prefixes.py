@@ -15,7 +15,7 @@ from hf_distca.planner.branches import Forest
 from hf_distca.planner.layout import AttentionKind, fixed_layout, layout_of_kind
 from hf_distca.planner.micro_batch import plan_micro_batch
 from hf_distca.planner.prefixes import hashes_of, share_prefixes
-from hf_distca.planner.settings import Choices, PlanSettings
+from hf_distca.planner.settings import PlanSettings
 from tests.planner.carried_out import check, drawn_branches, keys_of
 from tests.planner.plan_checks import check_layout, check_plan, rows_of
 from tests.planner.test_choose import FREE, costs
@@ -226,9 +226,7 @@ def test_plans_of_trees_let_every_row_see_its_path(
         assume(len(forest.tree_lengths) >= ranks)
     kind = AttentionKind(**reach, q_heads=1, kv_heads=1, dim_qk=1, dim_v=1)
     free = costs(FREE, FREE)
-    choices = Choices(
-        replace(free, kinds=(replace(free.kinds[0], kind=kind),)), tolerances=(0.05, 0.3)
-    )
+    of_ranks = replace(free, kinds=(replace(free.kinds[0], kind=kind),))
     plan_settings = PlanSettings(
         ranks,
         tokens_per_rank,
@@ -238,7 +236,7 @@ def test_plans_of_trees_let_every_row_see_its_path(
         balance_block_size=1,
         exchange_buffer_bytes=buffer_bytes,
         ranks_per_node=(1, ranks - 1) if has_nodes and ranks > 1 else 1,
-        choices=choices if chooses else None,
+        costs=of_ranks if chooses else None,
     )
     plan = plan_micro_batch(lengths.tolist(), plan_settings, branches)
     documents = np.concatenate([nano.documents for nano in plan.nano_batches])

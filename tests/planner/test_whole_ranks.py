@@ -7,18 +7,26 @@ import pytest
 
 from hf_distca.planner import whole_ranks
 from hf_distca.planner.micro_batch import plan_micro_batch
-from hf_distca.planner.settings import Choices, PlanSettings
+from hf_distca.planner.settings import PlanSettings
 from hf_distca.planner.whole_ranks import fitting, whole_ranks_pay
 from hf_distca.predict.seconds import LinkCost
+from hf_distca.units import AUTO
 from tests.planner.test_choose import FREE, KIND, SLOW, costs, exchanges
 
 FULL = [np.array([280] * 9)]
 FITTED = [np.array([280] * 8)]  # two documents of 280 on each of four ranks of 640
 
 
-def settings(link: LinkCost, ranks: int = 4, tokens: int = 640, **choices: bool) -> PlanSettings:
-    plan_settings = PlanSettings(ranks, tokens, (KIND,), balance_block_size=4)
-    return replace(plan_settings, choices=Choices(costs(link, link), **choices))
+def settings(link: LinkCost, ranks: int = 4, tokens: int = 640, **changes: str) -> PlanSettings:
+    return PlanSettings(
+        ranks,
+        tokens,
+        (KIND,),
+        balance_block_size=4,
+        ping_pong=AUTO,
+        costs=costs(link, link),
+        **changes,
+    )
 
 
 @pytest.mark.parametrize(
@@ -58,7 +66,7 @@ def test_they_pay_where_exchanges_are_slow():
             [np.array([641, 280, 280])], FITTED * 2, settings(SLOW), id="longer-than-a-rank"
         ),
         pytest.param(
-            FULL * 2, FITTED * 2, replace(settings(SLOW), choices=None), id="nothing-is-chosen"
+            FULL * 2, FITTED * 2, replace(settings(SLOW), costs=None), id="nothing-is-chosen"
         ),
         pytest.param(
             FULL * 2,
@@ -84,8 +92,7 @@ def test_documents_are_not_fitted_where_that_could_not_be_faster():
 def test_predicted_times_decide(monkeypatch, slowness, speeds, full_ratio, fitted_ratio, pays):
     """Ratios are predicted times over the time of full micro-batches whose ranks never wait."""
     plan_settings = settings(SLOW)
-    slowed_costs = replace(plan_settings.choices.costs, slowness=slowness)
-    choices = replace(plan_settings.choices, costs=slowed_costs)
+    slowed_costs = replace(plan_settings.costs, slowness=slowness)
     # A document of 280 has 39,340 pairs.
     computing_s = (3e-3 * 39_340 + 4e-4 * 280) / 280 / speeds
     seconds_by_documents = {9: full_ratio * computing_s, 8: fitted_ratio * computing_s}
@@ -94,7 +101,7 @@ def test_predicted_times_decide(monkeypatch, slowness, speeds, full_ratio, fitte
         "_seconds_per_token",
         lambda micro_batches, _: seconds_by_documents[len(micro_batches[0])],
     )
-    assert whole_ranks_pay(FULL, FITTED, replace(plan_settings, choices=choices)) == pays
+    assert whole_ranks_pay(FULL, FITTED, replace(plan_settings, costs=slowed_costs)) == pays
 
 
 # Plans of such micro-batches

@@ -8,10 +8,11 @@ import pytest
 from hf_distca.plan import SEGMENT, AttentionKind, Layout
 from hf_distca.planner.layout import assemble
 from hf_distca.planner.micro_batch import plan_micro_batch
-from hf_distca.planner.settings import Choices, PlanSettings
+from hf_distca.planner.settings import PlanSettings
 from hf_distca.predict.mixing import MixingLayers, count_cuts
 from hf_distca.predict.seconds import KernelCost, KindCosts, LinkCost, Links, MixingCosts, StepCosts
 from hf_distca.predict.walk import document_seconds, predict_plan
+from hf_distca.units import AUTO
 
 LINKS = Links(LinkCost(1.0, 10.0), LinkCost(2.0, 5.0))
 COSTS = MixingCosts(
@@ -169,7 +170,7 @@ def step_costs(**changed: float) -> StepCosts:
 )
 def test_documents_are_cut_only_as_long_as_a_cut_is_cheap(changed_costs, group):
     costs = step_costs(**changed_costs)
-    plan = plan_micro_batch([4000, 500, 500, 400], replace(SETTINGS, choices=Choices(costs)))
+    plan = plan_micro_batch([4000, 500, 500, 400], replace(SETTINGS, costs=costs, ping_pong=AUTO))
     assert plan.choice.group == group
     assert plan.choice.seconds == pytest.approx(_predicted(plan, costs).seconds, rel=1e-3)
 

@@ -20,27 +20,27 @@ from hf_distca.predict.profile import DeviceProfile
 from hf_distca.predict.seconds import KernelCost, KindCosts, LinkCost, Links, MixingCosts, StepCosts
 from hf_distca.trainer import costs as costs_module
 from hf_distca.trainer.assembly import make_dispatcher
-from hf_distca.trainer.costs import PROFILE_FILE, LearnedCosts, choices_of, observe
+from hf_distca.trainer.costs import PROFILE_FILE, LearnedCosts, costs_of, observe
 from tests.models_and_batches import SMALL_KIND, exchanging, small_model
 from tests.trainer.small_trainers import make_trainer
 
 CPU = torch.device("cpu")
 
 
-def choices(ranks: int = 4, checkpointing: bool = False, **changes: Any) -> Any:
-    """What may be chosen with the profile of an H100."""
+def planning(ranks: int = 4, checkpointing: bool = False, **changes: Any) -> Any:
+    """Settings of plans with the profile of an H100."""
     config = hf_distca.DistCAConfig(**{"device_profile": "h100", **changes})
     model = small_model(implementation="distca")
-    dispatcher: Any = SimpleNamespace(
-        settings=hf_distca.plan_settings(model, config, ranks=ranks, device=CPU)
-    )
-    return choices_of(model, dispatcher, config, checkpointing=checkpointing)
+    settings = hf_distca.plan_settings(model, config, ranks=ranks, device=CPU)
+    dispatcher: Any = SimpleNamespace(settings=settings)
+    costs = costs_of(model, dispatcher, config, checkpointing=checkpointing)
+    return replace(settings, costs=costs)
 
 
 def test_what_may_be_chosen_and_by_which_costs():
-    allowed = choices()
+    allowed = planning()
     profile = DeviceProfile.load("h100")
-    assert bool(allowed.groups)
+    assert allowed.document_layout == "auto"
     assert allowed.tolerances == (0.01, 0.1)
     assert allowed.nano_batches == (1, 2)
     assert allowed.costs.exchange == profile.exchange
@@ -50,29 +50,19 @@ def test_what_may_be_chosen_and_by_which_costs():
     assert costs.layers == 2
     assert costs.forward == profile.kernel(costs.kind, "forward")
     # Checkpoints keep core attention: its backward costs what it costs without them.
-    assert choices(checkpointing=True).costs.kinds == allowed.costs.kinds
+    assert planning(checkpointing=True).costs.kinds == allowed.costs.kinds
     # What is set is kept.
-    assert not choices(document_layout="joint").groups
-    assert choices(balance_tolerance=0.2).tolerances == (0.2,)
-    assert [choices(ping_pong=on).nano_batches for on in (False, True)] == [(1,), (2,)]
+    assert planning(document_layout="fixed").document_layout == "fixed"
+    assert planning(balance_tolerance=0.2).tolerances == (0.2,)
+    assert [planning(ping_pong=on).nano_batches for on in (False, True)] == [(1,), (2,)]
     with pytest.raises(ValueError, match="no device profile at 'h900'"):
-        choices(device_profile="h900")
+        planning(device_profile="h900")
     # Nothing is chosen where all is set, with servers, or alone.
     all_set = {"device_profile": None, **exchanging(small_model())}
     assert [
-        choices(**changes) for changes in (all_set, {"attention_servers": "external"}, {"ranks": 1})
+        planning(**changes).costs
+        for changes in (all_set, {"attention_servers": "external"}, {"ranks": 1})
     ] == [None] * 3
-    # Choices that a user changed stay, of a trainer too.
-    chosen: list[Any] = []
-    groups = SimpleNamespace(all_gather=lambda value, **_: [value])
-    dispatcher: Any = SimpleNamespace(
-        settings=SimpleNamespace(choices=allowed), groups=groups, choose_by=chosen.append
-    )
-    costs = LearnedCosts(dispatcher)
-    for changed in (replace(allowed, tolerances=(0.2,)), None):
-        dispatcher.settings.choices = changed
-        costs.resume(None)
-    assert [choices_of_run.tolerances for choices_of_run in chosen] == [(0.2,)]
 
 
 def test_corrections_are_resumed_where_the_same_costs_were_measured(tmp_path):
@@ -81,10 +71,10 @@ def test_corrections_are_resumed_where_the_same_costs_were_measured(tmp_path):
     def learned(profile: str) -> tuple[LearnedCosts, Any]:
         groups = SimpleNamespace(all_gather=lambda value, **_: [value], members=[0], rank=0)
         dispatcher: Any = SimpleNamespace(
-            settings=SimpleNamespace(choices=choices(device_profile=profile))
+            settings=SimpleNamespace(costs=planning(device_profile=profile).costs)
         )
         dispatcher.groups = groups
-        dispatcher.choose_by = lambda chosen: setattr(dispatcher.settings, "choices", chosen)
+        dispatcher.choose_by = lambda chosen: setattr(dispatcher.settings, "costs", chosen)
         return LearnedCosts(dispatcher), dispatcher
 
     corrections = Corrections(2.0, 0.5, (0.5, 1.5, 1.0, 1.0))
@@ -93,11 +83,11 @@ def test_corrections_are_resumed_where_the_same_costs_were_measured(tmp_path):
     saved.save(tmp_path)
     costs, same_device = learned("h100")
     costs.resume(tmp_path)
-    expected = corrections.applied(choices(device_profile="h100").costs)
-    assert same_device.settings.choices.costs == expected
+    expected = corrections.applied(planning(device_profile="h100").costs)
+    assert same_device.settings.costs == expected
     costs, other_device = learned("h200")
     costs.resume(tmp_path)
-    assert other_device.settings.choices.costs == choices(device_profile="h200").costs
+    assert other_device.settings.costs == planning(device_profile="h200").costs
 
 
 def _measured(folder: Path) -> list[tuple[Any, str]]:
@@ -112,7 +102,7 @@ def _measured(folder: Path) -> list[tuple[Any, str]]:
         )
         measured.append(
             (
-                dispatcher.settings.choices.costs,
+                dispatcher.settings.costs,
                 DeviceProfile.load(str(folder / PROFILE_FILE)).source,
             )
         )
@@ -270,13 +260,13 @@ def _trained(folder: Path) -> tuple[Any, ...]:
         "save_strategy": "no",
     }
     trainer = make_trainer(str(folder), dataloader_num_workers=1, **arguments)
-    measured = trainer.dispatcher.settings.choices.costs
+    measured = trainer.dispatcher.settings.costs
     trainer.train()
-    costs = trainer.dispatcher.settings.choices.costs
+    costs = trainer.dispatcher.settings.costs
     trainer._save_checkpoint(trainer.model, None)
     resumed = make_trainer(str(folder), **{**arguments, "max_steps": 10})
     resumed.train(resume_from_checkpoint=True)
-    again = resumed.dispatcher.settings.choices.costs
+    again = resumed.dispatcher.settings.costs
     return measured, costs, again, [entry for entry in trainer.state.log_history if "loss" in entry]
 
 

@@ -94,7 +94,7 @@ def test_documents_that_stay_whole_fill_ranks_and_not_their_sum(
         groups=groups,
         settings=PlanSettings(2, 8, document_layout=layout),
         device=trainer.args.device,
-        choices=list,
+        costs=list,
         limits=NO_LIMITS,
         see_length=lambda longest: None,
     )

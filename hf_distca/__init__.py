@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from hf_distca.collator.sources import load_documents as load_documents
     from hf_distca.config import DistCAConfig as DistCAConfig
     from hf_distca.dispatch.dispatcher import Dispatcher as Dispatcher
-    from hf_distca.models.settings import plan_settings as plan_settings
+    from hf_distca.models.settings import describe_run as describe_run
     from hf_distca.patches.layers import plan_layers as plan_layers
     from hf_distca.planner.settings import PlanSettings as PlanSettings
     from hf_distca.script import record as record
@@ -68,7 +68,7 @@ _MODULES = {
     "make_dispatcher": "trainer.assembly",
     "pack_padded": "trainer.assembly",
     "plan_layers": "patches.layers",
-    "plan_settings": "models.settings",
+    "describe_run": "models.settings",
     "record": "script",
 }
 __all__ = list(_MODULES)

@@ -2,6 +2,7 @@
 
 import argparse
 from collections.abc import Mapping
+from dataclasses import replace
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -10,9 +11,8 @@ import torch
 from transformers import AutoConfig, LlamaConfig, PreTrainedConfig, PreTrainedModel
 
 from hf_distca.cli.names import no_config
-from hf_distca.cli.options import GB, config_of
-from hf_distca.memory import STRATEGIES
-from hf_distca.memory.counter import MEMORY, MemoryCounter, Training
+from hf_distca.cli.options import GB
+from hf_distca.memory.counter import MEMORY, MemoryCounter
 from hf_distca.memory.live import Part
 from hf_distca.models.fake import model_of_config
 from hf_distca.models.refusals import check_model
@@ -22,6 +22,7 @@ from hf_distca.planner.settings import PlanSettings
 from hf_distca.predict.mixing import count_cuts
 from hf_distca.predict.shapes import MODELS, ModelShape
 from hf_distca.progress import terminal_bar
+from hf_distca.run import STRATEGIES, RunSpec
 
 STATE_PARTS = ("weights", "gradients", "optimizer")
 """Parts of a model's state, which a table shows even where they are empty."""
@@ -129,7 +130,7 @@ def mixing_of(
 def memory_of(
     model: PreTrainedModel,
     plan: MicroBatchPlan,
-    settings: PlanSettings,
+    run: RunSpec,
     options: argparse.Namespace,
 ) -> dict[str, Any]:
     """Return bytes on a rank by strategy and checkpointing, and the longest rows that fit.
@@ -137,20 +138,21 @@ def memory_of(
     The strategies are those that the options ask for.
     """
     device = MEMORY if options.device_memory is None else int(options.device_memory * GB)
-    memory = MemoryCounter(model, settings, config_of(options), by_config=True, memory=device)
+    run = replace(run, mixed=options.dtype != "float32", device_memory=device)
+    memory = MemoryCounter(model, by_config=True)
     figures: dict[str, Any] = {}
     counted_cases = list(CASES)[1:] if options.offload else list(CASES)[:-1]
     strategies = STRATEGIES if options.strategy is None else (options.strategy,)
     cases = list(product(strategies, counted_cases))
     for strategy, name in terminal_bar(cases, "Counting memory"):
         _, checkpointing, offload = CASES[name]
-        training = Training(strategy, options.dtype != "float32", checkpointing, offload=offload)
-        counted = memory.count(plan, training)
+        counted_run = replace(run, strategy=strategy, checkpointing=checkpointing, offload=offload)
+        counted = memory.count(plan, counted_run)
         case: dict[str, Any] = {"parts": counted.parts, "total": counted.total}
         if offload:
             case["host"] = counted.host
         if options.device_memory is not None:
-            case["longest_tokens_per_rank"] = memory.longest(device, training, counted)
+            case["longest_tokens_per_rank"] = memory.longest(device, counted_run, counted)
         figures.setdefault(strategy, counted.state._asdict())[name] = case
     return figures
 

@@ -1,6 +1,7 @@
 """Host memory, copies and the predicted step where checkpoints of layers are offloaded."""
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 from transformers import PreTrainedModel
@@ -8,12 +9,10 @@ from transformers import PreTrainedModel
 from hf_distca.cli.options import GB
 from hf_distca.models.checkpointing import offloaded_layers
 from hf_distca.models.decoder import decoder_layers
-from hf_distca.models.shape import model_shape
 from hf_distca.plan import MicroBatchPlan
-from hf_distca.planner.settings import PlanSettings
 from hf_distca.predict.profile import DeviceProfile
-from hf_distca.predict.setup import Setup
 from hf_distca.predict.walk import predict_plan
+from hf_distca.run import RunSpec
 from hf_distca.units import counted
 
 HOST_BANDWIDTH = 55e9
@@ -23,7 +22,7 @@ HOST_BANDWIDTH = 55e9
 def offload_of(
     model: PreTrainedModel,
     plan: MicroBatchPlan,
-    settings: PlanSettings,
+    run: RunSpec,
     profile: str,
     memory: Mapping[str, Any],
 ) -> dict[str, Any]:
@@ -36,13 +35,9 @@ def offload_of(
         profile: costs of the device, see `DeviceProfile.load`.
         memory: what `hf_distca.cli.model.memory_of` returns.
     """
-    costs = Setup(
-        model_shape(model),
-        DeviceProfile.load(profile),
-        settings.ranks,
-        settings.tokens_per_rank,
-        settings.ranks_per_node,
-    ).costs
+    settings = run.plans
+    run = replace(run, profile=DeviceProfile.load(profile), checkpointing={})
+    costs = run.costs
     strategy = min(memory, key=lambda name: memory[name]["with_offload"]["total"])
     host: int = memory[strategy]["with_offload"]["host"]
     nodes = settings.node_of_ranks

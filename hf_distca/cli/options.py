@@ -9,7 +9,7 @@ import os
 import shutil
 import sys
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import fields
 from math import nan
 from pathlib import Path
@@ -18,7 +18,8 @@ from typing import Any
 from hf_distca.cli import InputError
 from hf_distca.config import DistCAConfig
 from hf_distca.plan.nodes import node_sizes
-from hf_distca.planner.settings import PlanSettings
+from hf_distca.predict.shapes import ModelShape
+from hf_distca.run import RunSpec
 from hf_distca.units import Switch, read_tokens
 
 MOST_RANKS = 4096
@@ -188,20 +189,18 @@ def nodes_of_ranks(config: DistCAConfig, ranks: int) -> tuple[int, ...]:
     return node_sizes(ranks, ranks_per_node)
 
 
-def plan_settings_of(
-    config: DistCAConfig, ranks: int, document_layout: str, **model_settings: Any
-) -> PlanSettings:
-    """Return settings of plans.
+def run_of(
+    config: DistCAConfig, model: ModelShape, ranks: int, planning: Mapping[str, Any], **facts: Any
+) -> RunSpec:
+    """Describe the run that a command plans, see `RunSpec.of`.
 
-    Raise ValueError if they contradict each other or cannot be planned in time.
+    Raise ValueError if settings contradict each other or cannot be planned in time.
     """
     nodes = nodes_of_ranks(config, ranks)
-    planning = {
-        **config.planning(ranks),
-        "ranks_per_node": nodes,
-        "document_layout": document_layout,
-    }
-    settings = PlanSettings(**planning, **model_settings)
+    run = RunSpec.of(
+        config, model, ranks=ranks, planning={**planning, "ranks_per_node": nodes}, **facts
+    )
+    settings = run.plans
     rows = settings.exchange_buffer_bytes // settings.row_bytes(settings.dominant_kind).kv
     if rows < LEAST_STAGE:
         raise InputError(
@@ -209,7 +208,7 @@ def plan_settings_of(
             f"V, but stages of fewer than {LEAST_STAGE} rows are too many to plan; raise "
             "--exchange-buffer-bytes"
         )
-    return settings
+    return run
 
 
 def check_writable(*names: str | None) -> None:

@@ -4,7 +4,7 @@ import argparse
 import json
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -12,7 +12,6 @@ import numpy as np
 from hf_distca.cli import InputError
 from hf_distca.cli.names import MODEL_SOURCES, check_model
 from hf_distca.cli.options import (
-    HEADS,
     RANKS_PER_NODE,
     READING_MODEL,
     add_planning_options,
@@ -21,16 +20,14 @@ from hf_distca.cli.options import (
     config_of,
     gigabytes,
     nodes_of_ranks,
-    plan_settings_of,
-    positive,
+    run_of,
     wrapped,
     write,
 )
 from hf_distca.cli.sources import SOURCES, documents_of, one_micro_batch
 from hf_distca.config import DistCAConfig
 from hf_distca.kernel_names import KERNEL_NAMES
-from hf_distca.memory import STRATEGIES
-from hf_distca.plan import AttentionKind, MicroBatchPlan
+from hf_distca.plan import MicroBatchPlan
 from hf_distca.plan.cost import as_lengths
 from hf_distca.plan.metrics import bytes_by_link, exchange_figures, loads_of
 from hf_distca.plan.nodes import NETWORK_BANDWIDTH, NODE_BANDWIDTH
@@ -40,7 +37,9 @@ from hf_distca.planner.layout import check_capacity
 from hf_distca.planner.micro_batch import plan_micro_batch, plan_placed
 from hf_distca.planner.settings import PlanSettings
 from hf_distca.predict.profile import DeviceProfile
+from hf_distca.predict.shapes import MODELS
 from hf_distca.progress import TORCH_AND_TRANSFORMERS, importing, terminal_status
+from hf_distca.run import STRATEGIES, RunSpec
 from hf_distca.sim.lengths import histogram
 from hf_distca.sim.report import plan_report
 from hf_distca.units import counted
@@ -51,6 +50,8 @@ if TYPE_CHECKING:
 Lengths = list[int] | list[list[int]]
 """Lengths of documents, or a list of them for each rank."""
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+DEFAULT_MODEL = "llama-8b"
+"""Model whose attention is planned where none is named."""
 MANY_RANKS = 512
 LEAST_BLOCKS = 8
 """Beyond 512 ranks, each needs at least 8 blocks of rows: balancing smaller shares takes too many
@@ -98,18 +99,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "help": "kernel whose costs are used",
     }
     add_settings(parser, "attention_kernel", **kernel_options)
-    for name, (value, help_text) in HEADS.items():
-        add(
-            f"--{name.replace('_', '-')}",
-            type=positive,
-            help=f"{help_text} of a layer (default: {value})",
-        )
-    add(
-        "--window",
-        type=positive,
-        metavar="W",
-        help="sliding window in tokens (default: full attention)",
-    )
     add(
         "--dtype",
         choices=tuple(BYTES),
@@ -149,7 +138,8 @@ def run(options: argparse.Namespace) -> None:
         nodes_of_ranks(config, options.ranks)
         lengths, cut_advice = one_micro_batch(options, options.ranks * options.tokens_per_rank)
         _check_fit(lengths, config, options)
-        model, settings = _model_and_settings(config, options)
+        model, run = _model_and_run(config, options)
+        settings = run.plans
         began = time.perf_counter()
         with terminal_status("Planning"):
             plan = _plan(lengths, settings)
@@ -161,7 +151,7 @@ def run(options: argparse.Namespace) -> None:
         "plan_ms": round(plan_ms, 3),
         "advice": [] if cut_advice is None else [cut_advice],
     }
-    memory_figures, memory = _figures_of_memory(model, plan, settings, options)
+    memory_figures, memory = _figures_of_memory(model, plan, run, options)
     figures |= memory_figures
     # 3. Files, and then either JSON or tables.
     if options.report:
@@ -196,24 +186,24 @@ def run(options: argparse.Namespace) -> None:
 def _figures_of_memory(
     model: "PreTrainedModel | None",
     plan: MicroBatchPlan,
-    settings: PlanSettings,
+    run: RunSpec,
     options: argparse.Namespace,
 ) -> tuple[dict[str, Any], dict[str, list[str]]]:
     """Return figures of memory, and a table of a model's memory, which is empty without a model."""
     if model is None:
-        return {"exchange_buffers": _exchange_buffers(plan, settings, options)}, {}
+        return {"exchange_buffers": _exchange_buffers(plan, run, options)}, {}
     from hf_distca.cli.model import exchange_buffers_of, memory_of, memory_rows, mixing_of
 
-    memory = memory_of(model, plan, settings, options)
+    memory = memory_of(model, plan, run, options)
     figures = {
         "exchange_buffers": exchange_buffers_of(memory),
         "memory": memory,
-        "mixing": mixing_of(model, plan, settings),
+        "mixing": mixing_of(model, plan, run.plans),
     }
     if options.offload:
         from hf_distca.cli.offload import offload_of
 
-        figures["offload"] = offload_of(model, plan, settings, options.profile, memory)
+        figures["offload"] = offload_of(model, plan, run, options.profile, memory)
     return figures, memory_rows(memory, options.device_memory)
 
 
@@ -233,22 +223,6 @@ def _check_model_options(options: argparse.Namespace) -> None:
                 "--strategy counts the memory of a model, but no model is given; add --model"
             )
         return
-    for name in (*HEADS, "window"):
-        if getattr(options, name) is not None:
-            option = name.replace("_", "-")
-            raise InputError(
-                f"--{option} and --model both describe the model; leave one of them out"
-            )
-    if options.dtype == "float16":
-        raise InputError(
-            "memory with --model is counted in bfloat16 or float32 only; set --dtype to one of them"
-        )
-    if options.offload:
-        try:
-            DeviceProfile.load(options.profile)
-        except ValueError as error:
-            raise InputError(str(error)) from error
-    check_model(options.model)
 
 
 def _check_fit(lengths: Lengths, config: DistCAConfig, options: argparse.Namespace) -> None:
@@ -280,44 +254,32 @@ def _rows_of(lengths: Lengths) -> list[list[int]]:
     return [row for row in lengths if isinstance(row, list)]
 
 
-def _model_and_settings(
+def _model_and_run(
     config: DistCAConfig, options: argparse.Namespace
-) -> tuple["PreTrainedModel | None", PlanSettings]:
-    """Return the named model, None if no model is named, and the settings of its plans."""
-    kernel_options: dict[str, Any] = {
-        "kernel": config.attention_kernel,
-        "bytes_per_value": BYTES[options.dtype],
-    }
-    model = None
-    if options.model is None:
-        q_heads, kv_heads, head_dim = (
-            getattr(options, name) or value for name, (value, _) in HEADS.items()
-        )
-        kinds: tuple[AttentionKind, ...] = (
-            AttentionKind(options.window, q_heads, kv_heads, head_dim, head_dim),
-        )
-        settings = plan_settings_of(
-            config, options.ranks, config.document_layout, kinds=kinds, **kernel_options
-        )
-    else:
-        with importing(TORCH_AND_TRANSFORMERS):
-            from hf_distca.cli.model import fake_model
-            from hf_distca.models.kinds import layers_by_kind
-            from hf_distca.models.settings import document_layout
-
-        with terminal_status(READING_MODEL):
-            model = fake_model(options.model)
-        kinds = tuple(layers_by_kind(model))
-        layout = document_layout(model, config)
-        settings = plan_settings_of(config, options.ranks, layout, kinds=kinds, **kernel_options)
-
+) -> tuple["PreTrainedModel | None", RunSpec]:
+    """Return the named model, None if no model is named, and the run that is planned."""
     with importing("torch"):
         from hf_distca.kernels import KERNELS
 
     kernel = KERNELS[config.attention_kernel]
-    return model, replace(
-        settings, row_overhead=kernel.row_overhead, gather_cost=kernel.gather_cost
-    )
+    planning = {
+        "kernel": config.attention_kernel,
+        "row_overhead": kernel.row_overhead,
+        "gather_cost": kernel.gather_cost,
+        "bytes_per_value": BYTES[options.dtype],
+    }
+    if options.model is None:
+        return None, run_of(config, MODELS[DEFAULT_MODEL], options.ranks, planning)
+    with importing(TORCH_AND_TRANSFORMERS):
+        from hf_distca.cli.model import fake_model
+        from hf_distca.models.settings import document_layout
+        from hf_distca.models.shape import model_shape
+
+    with terminal_status(READING_MODEL):
+        model = fake_model(options.model)
+    planning["document_layout"] = document_layout(model, config)
+    mixed = options.dtype != "float32"
+    return model, run_of(config, model_shape(model), options.ranks, planning, mixed=mixed)
 
 
 def _plan(lengths: Lengths, settings: PlanSettings) -> MicroBatchPlan:
@@ -382,9 +344,7 @@ def _figures(
     }
 
 
-def _exchange_buffers(
-    plan: MicroBatchPlan, settings: PlanSettings, options: argparse.Namespace
-) -> int:
+def _exchange_buffers(plan: MicroBatchPlan, run: RunSpec, options: argparse.Namespace) -> int:
     """Return bytes of the buffers that all layers of the dominant kind share, on the busiest rank.
 
     A model's layers are not known.
@@ -392,14 +352,14 @@ def _exchange_buffers(
     with importing(TORCH_AND_TRANSFORMERS):
         import torch
 
-        from hf_distca.memory.micro_batch import Use, busiest_rank, count_core_attention
+        from hf_distca.memory.micro_batch import busiest_rank, count_core_attention
 
     parts = count_core_attention(
         plan,
-        settings.dominant_kind,
+        run.plans.dominant_kind,
         getattr(torch, options.dtype),
-        busiest_rank(plan, settings),
-        Use(settings.kernel),
+        busiest_rank(plan, run.plans),
+        run,
     )
     return parts.get("exchange buffers", 0)
 

@@ -18,8 +18,8 @@ from hf_distca.cli.options import (
     check_writable,
     config_of,
     nodes_of_ranks,
-    plan_settings_of,
     positive,
+    run_of,
     sequences,
     servers,
     wrapped,
@@ -33,11 +33,10 @@ from hf_distca.cli.sources import (
 )
 from hf_distca.config import DistCAConfig
 from hf_distca.planner.padding import PlannedPadding, plan_padded
-from hf_distca.planner.settings import PlanSettings
 from hf_distca.predict.profile import DeviceProfile
-from hf_distca.predict.setup import Setup
 from hf_distca.predict.shapes import MODELS, ModelShape
 from hf_distca.progress import TORCH_AND_TRANSFORMERS, importing, terminal_status
+from hf_distca.run import RunSpec
 from hf_distca.sim.padded import (
     PaddedFigures,
     padded_advice,
@@ -133,7 +132,7 @@ def run(options: argparse.Namespace) -> None:
     try:
         # 1. The model's shape. A model by name needs torch, so the lengths are read before it.
         config, profile = config_of(options), _profile(options)
-        nodes = nodes_of_ranks(config, options.ranks)
+        nodes_of_ranks(config, options.ranks)
         shape = MODELS.get(options.model)
         layout = config.document_layout
         if shape is not None:
@@ -142,19 +141,18 @@ def run(options: argparse.Namespace) -> None:
         if shape is None:
             shape, layout = _shape_and_layout(options.model, config)
             _check_heads(shape, options.tensor_parallel)
-        # 2. The setup that is simulated, and the settings of its plans.
-        setup = Setup(
-            model=shape,
+        # 2. The run that is simulated.
+        run = run_of(
+            config,
+            shape,
+            options.ranks,
+            {"document_layout": layout, "bytes_per_value": profile.bytes_per_value},
             profile=profile,
-            ranks=options.ranks,
-            tokens_per_rank=options.tokens_per_rank,
-            ranks_per_node=nodes,
             tensor_parallel=options.tensor_parallel,
-            checkpointing=options.checkpointing,
+            checkpointing={} if options.checkpointing else None,
+            strategy="fsdp2",
+            mixed=profile.bytes_per_value == 2,
         )
-        kinds = tuple(map(setup.on_a_gpu, setup.model.layers))
-        value_size = {"bytes_per_value": setup.profile.bytes_per_value}
-        settings = plan_settings_of(config, setup.ranks, layout, kinds=kinds, **value_size)
 
         with importing(TORCH_AND_TRANSFORMERS):
             from hf_distca.cli.model import read_config
@@ -162,15 +160,13 @@ def run(options: argparse.Namespace) -> None:
 
         # 3. The simulation.
         with terminal_status(READING_MODEL):
-            memory = gpu_memory(setup, read_config(options.model), settings, config)
-        padded = [] if options.padded is None else _padded(options, setup, settings)
-        result = simulate(
-            drawn, setup, settings, count=options.batches, servers=options.servers, memory=memory
-        )
+            memory = gpu_memory(run, read_config(options.model))
+        padded = [] if options.padded is None else _padded(options, run)
+        result = simulate(drawn, run, count=options.batches, servers=options.servers, memory=memory)
     except ValueError as error:
         raise InputError(str(error)) from error
     # 4. The result, as a file and in the terminal.
-    figures = _figures(options, result, padded, setup)
+    figures = _figures(options, result, padded, run)
     figures["simulated_in"] = round(time.perf_counter() - began, 3)
     if options.report:
         shown = (
@@ -182,19 +178,19 @@ def run(options: argparse.Namespace) -> None:
             "seed",
             "servers",
         )
-        figures["settings"] = _to_copy(options, result, setup)
+        figures["settings"] = _to_copy(options, result, run)
         figures["setting"] = {name: getattr(options, name) for name in shown}
         figures["setting"]["ranks_per_node"] = options.ranks_per_node or str(RANKS_PER_NODE)
-        figures["profile_source"] = setup.profile.source
+        figures["profile_source"] = profile.source
         write(options.report, simulation_report(figures))
     print(json.dumps(figures) if options.json else _table(figures))
 
 
 def _figures(
-    options: argparse.Namespace, result: Simulation, padded: Sequence[PaddedFigures], setup: Setup
+    options: argparse.Namespace, result: Simulation, padded: Sequence[PaddedFigures], run: RunSpec
 ) -> dict[str, Any]:
     """Return the figures that are printed and drawn."""
-    figures = {**asdict(result), "profile": setup.profile.name}
+    figures = {**asdict(result), "profile": run.device.name}
     if padded:
         columns = [padded_columns(strategy, padded[0]) for strategy in padded]
         figures["padded"] = {
@@ -208,21 +204,19 @@ def _figures(
     return figures
 
 
-def _padded(
-    options: argparse.Namespace, setup: Setup, settings: PlanSettings
-) -> Sequence[PaddedFigures]:
+def _padded(options: argparse.Namespace, run: RunSpec) -> Sequence[PaddedFigures]:
     """Compare padded batches.
 
     Plans without gradients are chosen by the forward alone, as in training.
     """
-    batches = drawn_padded_batches(options, setup.ranks, options.padded, options.batches)
+    batches = drawn_padded_batches(options, run.plans.ranks, options.padded, options.batches)
 
-    def plan(batch: DrawnBatch, setup_of_batch: Setup) -> PlannedPadding:
+    def plan(batch: DrawnBatch, run_of_batch: RunSpec) -> PlannedPadding:
         # On one rank nothing is chosen.
-        costs = None if setup_of_batch.ranks == 1 else setup_of_batch.costs
-        return plan_padded(batch.lengths, replace(settings, costs=costs), batch.hashes)
+        costs = None if run.plans.ranks == 1 else run_of_batch.costs
+        return plan_padded(batch.lengths, replace(run.plans, costs=costs), batch.hashes)
 
-    return simulate_padded(batches, setup, settings, plan)
+    return simulate_padded(batches, run, plan)
 
 
 def _shape_and_layout(name: str, config: DistCAConfig) -> tuple[ModelShape, str]:
@@ -260,7 +254,7 @@ def _profile(options: argparse.Namespace) -> DeviceProfile:
     return replace(profile, links=links, exchange=exchange)
 
 
-def _to_copy(options: argparse.Namespace, result: Simulation, setup: Setup) -> dict[str, Any]:
+def _to_copy(options: argparse.Namespace, result: Simulation, run: RunSpec) -> dict[str, Any]:
     """Return the simulated training's arguments that differ from the defaults."""
     from hf_distca.models.checkpointing import CHECKPOINTING
 
@@ -275,7 +269,7 @@ def _to_copy(options: argparse.Namespace, result: Simulation, setup: Setup) -> d
         **({} if best.document_layout == AUTO else {"document_layout": best.document_layout}),
         **changed,
         CHECKPOINTING: options.checkpointing,
-        **{"bfloat16": {"bf16": True}, "float16": {"fp16": True}}.get(setup.profile.dtype, {}),
+        **{"bfloat16": {"bf16": True}, "float16": {"fp16": True}}.get(run.device.dtype, {}),
     }
 
 

@@ -22,6 +22,7 @@ from hf_distca.planner.micro_batch import plan_placed
 from hf_distca.planner.settings import PlanSettings
 from hf_distca.predict.seconds import StepCosts
 from hf_distca.refusal import RefusedError
+from hf_distca.run import RunSpec
 
 logger = logging.getLogger(__name__)
 
@@ -52,6 +53,7 @@ class Dispatcher:
         exchange_timeout: Seconds until an exchange with a rank that does not answer fails.
 
     Attributes:
+        run: What is known of the training. A dispatcher that `make_dispatcher` made has it.
         limits: Limits of the model's tables, against which batches are checked when they are
             planned.
         remote: Dedicated attention servers for the plans that are bound from now on; None for none.
@@ -76,6 +78,7 @@ class Dispatcher:
         self.device = torch.device(device)
         self.groups = Groups(self.device, exchange_timeout, mesh)
         self.recorder = Recorder(self.device)
+        self.run: RunSpec
         self.limits: Limits = NO_LIMITS
         self.remote: RemoteWorkers | None = None
         self.offload: ActivationOffload | None = None

@@ -1,6 +1,5 @@
 """Count of a rank's training memory, and the longest rows that fit."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -9,10 +8,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig
 
-from hf_distca.config import DistCAConfig
-from hf_distca.memory import Strategy
 from hf_distca.memory.live import Part
-from hf_distca.memory.micro_batch import Peaks, Use, busiest_rank, count_peaks
+from hf_distca.memory.micro_batch import Peaks, busiest_rank, count_peaks
 from hf_distca.memory.model_state import ModelState, model_state, parameter_bytes
 from hf_distca.models.decoder import base_model
 from hf_distca.models.fake import model_after, model_of_config, repeated_layers, with_layers
@@ -21,28 +18,13 @@ from hf_distca.patches.prepare import prepare_model
 from hf_distca.plan import MicroBatchPlan
 from hf_distca.planner.micro_batch import plan_micro_batch
 from hf_distca.planner.settings import PlanSettings
+from hf_distca.run import RunSpec, Strategy
 
 STEP, FIRST, MOST = 1024, 8192, 1 << 24
 """Numbers of rows to try: multiples of STEP tokens, FIRST before others, up to MOST."""
 
 MEMORY = 80 * 10**9
 """Bytes of the GPU for which a model is prepared where no other is named: an H100."""
-
-
-@dataclass(frozen=True)
-class Training:
-    """Training settings that affect memory."""
-
-    strategy: Strategy
-    mixed: bool  # compute in bfloat16, else in float32; ddp autocasts float32 weights
-    # Transformers' `activation_checkpointing_kwargs`; None without checkpointing.
-    checkpointing: Mapping[str, Any] | None = None
-    shards: int | None = None  # of the state; None for one per rank
-    # Transformers' `liger_kernel_config`; None without Liger's kernels.
-    liger: Mapping[str, Any] | None = None
-    offload: bool = False  # what checkpoints of layers keep is on the host
-    # Whether a step has several micro-batches; if not, gradients are freed before each.
-    accumulates: bool = True
 
 
 @dataclass(frozen=True)
@@ -62,62 +44,47 @@ class RankMemory:
 class MemoryCounter:
     """Counter of one model's memory, before it is wrapped for several ranks.
 
-    Trainings share results.
+    Runs of the model with the same plans share results.
 
     For a model without adapters and other changes, `by_config` counts shallow models of the model's
-    config, prepared for a GPU with `memory` bytes.
+    config.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        settings: PlanSettings,
-        options: DistCAConfig,
-        *,
-        by_config: bool = False,
-        memory: int = MEMORY,
-    ) -> None:
+    def __init__(self, model: nn.Module, *, by_config: bool = False) -> None:
         self._model: Any = model
-        self._settings, self._options, self._by_config, self._memory = (
-            settings,
-            options,
-            by_config,
-            memory,
-        )
+        self._by_config = by_config
         self._longest: dict[int, MicroBatchPlan] = {}  # by tokens of a rank
         self._counted: dict[Any, tuple[MicroBatchPlan, Peaks]] = {}
         self._states: dict[
             tuple[Strategy, int, bool], ModelState
         ] = {}  # by strategy, shards, mixed
 
-    def count(
-        self, plan: MicroBatchPlan, training: Training, rank: int | None = None
-    ) -> RankMemory:
+    def count(self, plan: MicroBatchPlan, run: RunSpec, rank: int | None = None) -> RankMemory:
         """Count the memory of a micro-batch on a rank.
 
         None for the rank that exchanges the most.
         """
-        state = self._state_of(training)
-        tokens = self._settings.tokens_per_rank
-        if tokens not in self._longest and _has_longest_documents(plan, self._settings):
+        state = self._state_of(run)
+        tokens = run.plans.tokens_per_rank
+        if tokens not in self._longest and _has_longest_documents(plan, run.plans):
             self._longest[tokens] = plan
-        rank = busiest_rank(plan, self._settings) if rank is None else rank
-        autocasts = training.mixed and training.strategy == "ddp"
+        rank = busiest_rank(plan, run.plans) if rank is None else rank
         # Under the other strategies a rank holds a share of the gradients, or a buffer for all of
         # them.
-        accumulates = training.accumulates or training.strategy != "ddp"
+        accumulates = run.accumulates or run.strategy != "ddp"
+        counted_run = replace(run, accumulates=accumulates)
         key = (
             id(plan),
             rank,
-            training.mixed,
-            autocasts,
-            repr((training.checkpointing, training.liger, accumulates)),
+            run.mixed,
+            run.autocasts,
+            repr((run.checkpointing, run.liger, accumulates)),
         )
         if key not in self._counted:
-            counted = self._count(plan, training, rank, accumulates=accumulates)
+            counted = self._count(plan, counted_run, rank)
             self._counted[key] = plan, counted  # keeping the plan keeps its id unique
         peaks = self._counted[key][1]
-        parts = dict(peaks.offloaded if training.offload else peaks.on_device)
+        parts = dict(peaks.offloaded if run.offload else peaks.on_device)
         parts.pop("weights", None)  # the state has them
         at_peak = parts.pop("gradients", 0)
         host = parts.pop("host", 0)
@@ -126,7 +93,7 @@ class MemoryCounter:
             state = state._replace(gradients=state.gradients - missing)
         return RankMemory(state, parts, host)
 
-    def longest(self, available: int, training: Training, counted: RankMemory | None = None) -> int:
+    def longest(self, available: int, run: RunSpec, counted: RankMemory | None = None) -> int:
         """Return the most tokens per rank that fit into the available bytes; 0 if none do.
 
         The number is a multiple of STEP.
@@ -135,18 +102,17 @@ class MemoryCounter:
         linearly between the largest that fits and the next one.
 
         Args:
-            counted: memory of some full micro-batch under the training, which tells what to count
-                first.
+            counted: memory of some full micro-batch of the run, which tells what to count first.
         """
-        state = sum(self._state_of(training))
+        state = sum(self._state_of(run))
         if state > available:
             return 0
 
         def needed(tokens: int) -> int:
             if tokens not in self._longest:
-                settings = replace(self._settings, tokens_per_rank=tokens)
+                settings = replace(run.plans, tokens_per_rank=tokens)
                 self._longest[tokens] = plan_micro_batch(longest_documents(settings), settings)
-            return self.count(self._longest[tokens], training).total
+            return self.count(self._longest[tokens], run).total
 
         def predicted(tokens: int, total: int) -> int:
             """Return a number worth a count, on a line through the state and a count."""
@@ -156,7 +122,7 @@ class MemoryCounter:
         low, high = 0, 2 * MOST  # the first fits and the second does not
         tokens = FIRST
         if counted is not None:
-            tokens = min(predicted(self._settings.tokens_per_rank, counted.total), MOST)
+            tokens = min(predicted(run.plans.tokens_per_rank, counted.total), MOST)
         while 2 * max(low, STEP // 2) < high:
             total = needed(tokens)
             if total <= available:
@@ -169,10 +135,9 @@ class MemoryCounter:
         slope = (needed(high) - needed(low)) / (high - low)
         return low + int((available - needed(low)) / slope) // STEP * STEP
 
-    def _state_of(self, training: Training) -> ModelState:
-        """Return the memory of the model's state under a training."""
-        shards = training.shards or self._settings.ranks
-        return self._state(training.strategy, shards, training.mixed)
+    def _state_of(self, run: RunSpec) -> ModelState:
+        """Return the memory of the model's state in a run."""
+        return self._state(run.strategy, run.shards or run.plans.ranks, run.mixed)
 
     def _state(self, strategy: Strategy, shards: int, mixed: bool) -> ModelState:
         """Return the memory of the model's state, which no plan changes."""
@@ -181,32 +146,18 @@ class MemoryCounter:
             self._states[key] = model_state(self._model, strategy, shards, mixed=mixed)
         return self._states[key]
 
-    def _count(
-        self, plan: MicroBatchPlan, training: Training, rank: int, *, accumulates: bool
-    ) -> Peaks:
+    def _count(self, plan: MicroBatchPlan, run: RunSpec, rank: int) -> Peaks:
         """Return peak bytes by part of a micro-batch."""
-        model, options, kernel = self._model, self._options, self._settings.kernel
-        computed, is_ddp = (
-            torch.bfloat16 if training.mixed else torch.float32,
-            training.strategy == "ddp",
-        )
-        autocast = computed if training.mixed and is_ddp else None
-        use = Use(
-            kernel,
-            autocast,
-            training.checkpointing,
-            training.liger,
-            accumulates,
-        )
+        model = self._model
+        computed = torch.bfloat16 if run.mixed else torch.float32
+        is_ddp = run.strategy == "ddp"
 
         def of_config(
             config: PreTrainedConfig, dtype: torch.dtype, depth: int | None = None
         ) -> Peaks:
             prepared = model_of_config(config, dtype)
-            prepare_model(
-                prepared, options, ping_pong=self._settings.may_ping_pong, memory=self._memory
-            )
-            return count_peaks(prepared, plan, rank, use, depth=depth)
+            prepare_model(prepared, run)
+            return count_peaks(prepared, plan, rank, run, depth=depth)
 
         if not self._by_config:
             dtype = None if is_ddp else computed  # None for the model's own
@@ -214,7 +165,7 @@ class MemoryCounter:
             if is_divided_at_load(model):
                 base = base_model(model)
                 return of_config(config_on_a_rank(base), dtype or base.dtype)
-            return count_peaks(model_after(model, dtype), plan, rank, use)
+            return count_peaks(model_after(model, dtype), plan, rank, run)
         config, period, weights = (
             model.config,
             repeated_layers(model),

@@ -4,9 +4,9 @@ from typing import NamedTuple
 
 from torch import nn
 
-from hf_distca.memory import Strategy
 from hf_distca.models.decoder import decoder_layers
 from hf_distca.models.tensor_parallel import ranks_of_share
+from hf_distca.run import Strategy
 
 
 class ModelState(NamedTuple):

@@ -6,19 +6,16 @@ It is counted on a step of the model itself.
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
-from typing import Any
 
 import torch
 from transformers import PreTrainedConfig
 
-from hf_distca.config import DistCAConfig
-from hf_distca.memory.counter import MemoryCounter, RankMemory, Training
+from hf_distca.memory.counter import MEMORY, MemoryCounter, RankMemory
 from hf_distca.models.fake import model_of_config
 from hf_distca.models.tensor_parallel import divided_config
 from hf_distca.plan import MicroBatchPlan
 from hf_distca.planner.micro_batch import plan_micro_batch
-from hf_distca.planner.settings import PlanSettings
-from hf_distca.predict.setup import Setup
+from hf_distca.run import RunSpec
 from hf_distca.sim.strategies import Strategy
 
 KERNEL = "torch_varlen"
@@ -26,7 +23,7 @@ KERNEL = "torch_varlen"
 
 
 def gpu_memory(
-    setup: Setup, config: PreTrainedConfig, settings: PlanSettings, options: DistCAConfig
+    run: RunSpec, config: PreTrainedConfig
 ) -> Callable[[Strategy, int, MicroBatchPlan | None], tuple[int | None, int]]:
     """Return a `hf_distca.sim.simulate.Memory`.
 
@@ -36,20 +33,18 @@ def gpu_memory(
     exchange, for half and for full rows, and extended along a line; groups of ranks that share
     documents add what a rank receives from the others, and the gradients.
     """
-    settings = replace(settings, kernel=KERNEL)
-    alone = replace(settings, ranks=1, ranks_per_node=1, ping_pong=False)
+    settings = replace(run.plans, kernel=KERNEL)
+    run = replace(run, plans=settings, shards=settings.ranks, device_memory=MEMORY)
+    alone = replace(settings, ranks=1, ranks_per_node=1, ping_pong=False, costs=None)
+    run_alone = replace(run, plans=alone)
     full_rows = settings.tokens_per_rank
-    model = model_of_config(divided_config(config, setup.tensor_parallel), torch.float32)
-    counter = MemoryCounter(model, settings, options, by_config=True)
-    counter_alone = MemoryCounter(model, alone, options, by_config=True)
-    checkpointing: dict[str, Any] | None = {} if setup.checkpointing else None
-    training = Training(
-        "fsdp2", settings.bytes_per_value == 2, checkpointing, shards=settings.ranks
-    )
+    model = model_of_config(divided_config(config, run.tensor_parallel), torch.float32)
+    counter = MemoryCounter(model, by_config=True)
+    counter_alone = MemoryCounter(model, by_config=True)
 
     @cache
     def without_exchange(rows: int) -> RankMemory:
-        return counter_alone.count(plan_micro_batch([rows], alone), training)
+        return counter_alone.count(plan_micro_batch([rows], alone), run_alone)
 
     def memory(
         strategy: Strategy, rows: int, plan: MicroBatchPlan | None
@@ -58,7 +53,7 @@ def gpu_memory(
         if strategy.servers:  # the memory of a server is unknown
             return None, state
         if plan is not None:
-            return sum(counter.count(plan, training).parts.values()), state
+            return sum(counter.count(plan, run).parts.values()), state
         # A line through half and full rows.
         half_rows = full_rows // 2
         half = sum(without_exchange(half_rows).parts.values())
@@ -66,7 +61,7 @@ def gpu_memory(
         extended = round(full + (full - half) * (rows - full_rows) / (full_rows - half_rows))
         # What a rank receives from its group, and the gradients.
         most_values = max(map(strategy.group.received_values, settings.kinds))
-        received = 2 * rows * most_values * setup.profile.bytes_per_value
+        received = 2 * rows * most_values * run.device.bytes_per_value
         return extended + round(received), state
 
     return memory

@@ -1,6 +1,8 @@
-"""Settings of plans for a model: its kinds of attention, a document layout and a kernel."""
+"""The run of a model: its shape and kinds of attention, a document layout and a kernel."""
 
 import logging
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import distributed as dist
@@ -12,13 +14,14 @@ from hf_distca.models.decoder import base_model, decoder_layers
 from hf_distca.models.kinds import layers_by_kind
 from hf_distca.models.mixing import WHOLE, uncuttable
 from hf_distca.models.refusals import Models, check_layers, check_model
-from hf_distca.planner.settings import PlanSettings
+from hf_distca.models.shape import model_shape
+from hf_distca.run import RunSpec
 from hf_distca.units import AUTO
 
 logger = logging.getLogger(__name__)
 
 
-def plan_settings(
+def describe_run(
     model: PreTrainedModel,
     config: DistCAConfig,
     *,
@@ -26,8 +29,10 @@ def plan_settings(
     device: torch.device,
     dtype: torch.dtype | None = None,
     ranks_per_node: int | tuple[int, ...] = 1,
-) -> PlanSettings:
-    """Return the settings of plans for a model, after checking that the model can be planned.
+    planning: Mapping[str, Any] | None = None,
+    **facts: Any,
+) -> RunSpec:
+    """Describe the training of a model, after checking that the model can be planned.
 
     With `config.attention_kernel="auto"` the kernel is chosen here, and rank 0 logs the choice.
 
@@ -40,6 +45,8 @@ def plan_settings(
             dtype.
         ranks_per_node: Number of ranks that share a node, used where `config.ranks_per_node` is
             "auto".
+        planning: What the launch asks of plans, as fields of PlanSettings.
+        facts: Further facts of the launch, as fields of RunSpec.
 
     Raises:
         ValueError: The model cannot be planned, has no layers for `config.ping_pong`, the kernel
@@ -62,17 +69,21 @@ def plan_settings(
         kernel = _chosen_kernel(device, needs)
     else:
         kernel = get_kernel(config.attention_kernel, device, needs)
-    planning = config.planning(ranks, ranks_per_node)
-    planning["document_layout"] = layout
-    if not decoder_layers(model):
-        planning["ping_pong"] = False
-    return PlanSettings(
-        **planning,
-        kinds=kinds,
-        bytes_per_value=dtype.itemsize,
-        row_overhead=kernel.row_overhead,
-        gather_cost=kernel.gather_cost,
-        kernel=kernel.name,
+    of_model: dict[str, Any] = {} if decoder_layers(model) else {"ping_pong": False}
+    of_model |= {
+        "document_layout": layout,
+        "bytes_per_value": dtype.itemsize,
+        "row_overhead": kernel.row_overhead,
+        "gather_cost": kernel.gather_cost,
+        "kernel": kernel.name,
+    }
+    return RunSpec.of(
+        config,
+        model_shape(model),
+        ranks=ranks,
+        ranks_per_node=ranks_per_node,
+        planning={**(planning or {}), **of_model},
+        **facts,
     )
 
 

@@ -8,12 +8,11 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from hf_distca.plan import ATTENTION_NAME
-from hf_distca.units import AUTO
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from hf_distca.config import DistCAConfig
+    from hf_distca.run import RunSpec
 
 # transformers and its users are imported as late as possible: `register` is first called in the
 # middle of imports.
@@ -39,14 +38,8 @@ def register(
     AttentionMaskInterface.register(ATTENTION_NAME, mask)
 
 
-def prepare_model(
-    model: "PreTrainedModel", config: "DistCAConfig", *, ping_pong: bool, memory: int | None = None
-) -> None:
-    """Change a model in place so that it runs planned steps as the settings say.
-
-    Args:
-        ping_pong: whether micro-batches may have two nano-batches.
-        memory: bytes of the GPU with the least memory, the same on all ranks; None for CPUs.
+def prepare_model(model: "PreTrainedModel", run: "RunSpec") -> None:
+    """Change a model in place so that it runs planned steps as a run says.
 
     Raises:
         ValueError: the model lacks the modules that a setting changes.
@@ -62,9 +55,8 @@ def prepare_model(
         setattr(module, PREPARED, True)
     register(distca_attention, distca_mask)  # already imported: register them directly
     plan_rotary(model)  # before the layers, which may own rotary embeddings
-    if ping_pong or mixing_layers(model):
+    if run.plans.may_ping_pong or mixing_layers(model):
         plan_layers(model)
-    chunk_rows = config.mlp_chunk_rows
-    if chunk_rows != AUTO and chunk_rows > 0:
-        chunk_layers(model, chunk_rows)
-    plan_head(model, config.loss_chunk_bytes, memory)
+    if run.mlp_chunk_rows > 0:
+        chunk_layers(model, run.mlp_chunk_rows)
+    plan_head(model, run.loss_chunk_bytes, run.device_memory)

@@ -14,7 +14,7 @@ from hf_distca.plan import AttentionKind
 from hf_distca.plan.cost import pairs
 from hf_distca.plan.nodes import node_sizes
 from hf_distca.predict.seconds import DIAGONAL_ROWS, FloatArray, KindCosts, Tasks
-from hf_distca.predict.setup import Setup
+from hf_distca.run import RunSpec
 
 Documents = Sequence[Sequence[int]]
 """[groups] lengths of the documents that the ranks of each group share."""
@@ -68,7 +68,7 @@ class Group:
         return heads * dims * (self.ranks - 1) / self.ranks
 
     def exchange_seconds(
-        self, received: FloatArray, kind: AttentionKind, setup: Setup
+        self, received: FloatArray, kind: AttentionKind, run: RunSpec
     ) -> FloatArray:
         """Return [groups] seconds of a layer's exchanges in forward and backward.
 
@@ -77,11 +77,11 @@ class Group:
         """
         # 1. The share of these bytes that comes over the rank's link to other nodes. A row of K and
         # V crosses to a node once: its ranks receive equal parts, and send them on inside.
-        in_node = min(self.ranks, max(node_sizes(setup.ranks, setup.ranks_per_node)))
+        in_node = min(self.ranks, max(node_sizes(run.plans.ranks, run.plans.ranks_per_node)))
         between = (self.ranks - in_node) / (self.ranks - 1)
         if self.divides == "rows":
             between /= in_node
-        links = setup.profile.links
+        links = run.device.links
         seconds = np.maximum(
             links.within.seconds(received * (1 - between)),
             links.between.seconds(received * between),
@@ -92,7 +92,7 @@ class Group:
         if self.divides == "heads":
             output = kind.q_heads * kind.dim_v * (self.ranks - 1) / self.ranks
             again = 1 - output / self.received_values(kind)
-            exchanges = 2 + again * setup.checkpointing
+            exchanges = 2 + again * (run.checkpointing is not None)
         return exchanges * seconds
 
 

@@ -12,8 +12,7 @@ from numpy.typing import NDArray
 
 from hf_distca.plan.nodes import node_sizes
 from hf_distca.planner.padding import NO_RANK, PlannedPadding
-from hf_distca.planner.settings import PlanSettings
-from hf_distca.predict.setup import Setup
+from hf_distca.run import RunSpec
 from hf_distca.sim.strategies import StepTime, on_ranks, step_of_plan, whole_documents
 from hf_distca.sim.trees import DrawnBatch
 
@@ -44,14 +43,13 @@ class PaddedFigures:
 
 def simulate_padded(
     batches: Iterable[DrawnBatch],
-    setup: Setup,
-    settings: PlanSettings,
-    plan: Callable[[DrawnBatch, Setup], PlannedPadding],
+    run: RunSpec,
+    plan: Callable[[DrawnBatch, RunSpec], PlannedPadding],
 ) -> tuple[PaddedFigures, ...]:
     """Simulate batches of sequences under every strategy.
 
     Args:
-        plan: makes plans for a batch, for a setup with or without a backward. Equal beginnings are
+        plan: makes plans for a batch, for a run with or without a backward. Equal beginnings are
             computed once where the batch has hashes.
     """
     forwards: dict[str, list[StepTime]] = {}
@@ -60,14 +58,14 @@ def simulate_padded(
     tokens = 0
     # 1. A forward and a step of each batch under each strategy, and the rows that are computed.
     for batch in batches:
-        for step_times, setup_of_batch in (
-            (forwards, replace(setup, forward_only=True)),
-            (steps, setup),
+        for step_times, run_of_batch in (
+            (forwards, replace(run, forward_only=True)),
+            (steps, run),
         ):
-            planned = {PLANNED: plan(batch, setup_of_batch)}
+            planned = {PLANNED: plan(batch, run_of_batch)}
             if batch.hashes is not None:
-                planned = {ALONE: plan(DrawnBatch(batch.lengths), setup_of_batch), **planned}
-            for name, step in steps_of(batch.lengths, planned, setup_of_batch, settings).items():
+                planned = {ALONE: plan(DrawnBatch(batch.lengths), run_of_batch), **planned}
+            for name, step in steps_of(batch.lengths, planned, run_of_batch).items():
                 step_times.setdefault(name, []).append(step)
         batch_tokens = sum(map(sum, batch.lengths))
         tokens += batch_tokens
@@ -95,7 +93,7 @@ def simulate_padded(
 
 
 def steps_of(
-    batch: Batches, planned: Mapping[str, PlannedPadding], setup: Setup, settings: PlanSettings
+    batch: Batches, planned: Mapping[str, PlannedPadding], run: RunSpec
 ) -> dict[str, StepTime]:
     """Predict a step of each strategy; only plans divide a batch that is more than ranks hold.
 
@@ -103,12 +101,12 @@ def steps_of(
         planned: the plans of each planned strategy by name.
     """
     lengths = np.concatenate([np.array(row, np.int64) for row in batch])
-    enough = replace(setup, tokens_per_rank=int(lengths.sum()))
+    enough = replace(run, plans=replace(run.plans, tokens_per_rank=int(lengths.sum())))
     return {
-        PADDED: on_ranks(padded(batch), setup),
-        PACKED: on_ranks(batch, setup),
+        PADDED: on_ranks(padded(batch), run),
+        PACKED: on_ranks(batch, run),
         BALANCED: whole_documents(lengths, enough),
-        **{name: _planned(plans, setup, settings) for name, plans in planned.items()},
+        **{name: _planned(plans, run) for name, plans in planned.items()},
     }
 
 
@@ -117,41 +115,43 @@ def padded(batch: Batches) -> list[list[int]]:
     return [[max(row)] * len(row) for row in batch]
 
 
-def _planned(planned: PlannedPadding, setup: Setup, settings: PlanSettings) -> StepTime:
+def _planned(planned: PlannedPadding, run: RunSpec) -> StepTime:
     """Predict the micro-batches one after another, and the travel of rows, which nothing hides."""
-    first, *others = (step_of_plan(plan, setup, settings) for plan in planned.sequences.plans)
+    first, *others = (step_of_plan(plan, run) for plan in planned.sequences.plans)
     for step in others:
         sums = {
             name: getattr(first, name) + getattr(step, name)
             for name in ("seconds", "attention", "other", "waited")
         }
         first = replace(first, **sums)
-    travel = _travel_seconds(planned, setup)
+    travel = _travel_seconds(planned, run)
     return replace(first, seconds=first.seconds + travel, waited=first.waited + travel)
 
 
-def _travel_seconds(planned: PlannedPadding, setup: Setup) -> float:
+def _travel_seconds(planned: PlannedPadding, run: RunSpec) -> float:
     """Return the seconds in which tokens travel forth and hidden states back.
 
     A row that several sequences have comes from one of them, and goes back to each. Gradients of
     the hidden states travel forth, too.
     """
-    one_node = setup.ranks <= max(node_sizes(setup.ranks, setup.ranks_per_node))
-    link = setup.profile.exchange.within if one_node else setup.profile.exchange.between
-    hidden_bytes = setup.model.hidden * setup.profile.bytes_per_value
-    hidden_travels = 1 if setup.forward_only else 2
-    sent = _most_rows(planned.travelling(planned.sequences.held), setup)
-    returned = _most_rows(planned.travelling(planned.sequences.read), setup)
+    one_node = run.plans.ranks <= max(node_sizes(run.plans.ranks, run.plans.ranks_per_node))
+    link = run.device.exchange.within if one_node else run.device.exchange.between
+    hidden_bytes = run.model.hidden * run.device.bytes_per_value
+    hidden_travels = 1 if run.forward_only else 2
+    sent = _most_rows(planned.travelling(planned.sequences.held), run)
+    returned = _most_rows(planned.travelling(planned.sequences.read), run)
     token_seconds = link.seconds(np.array(sent * INTEGER_BYTES, float))
     state_seconds = link.seconds(np.array(returned * hidden_bytes, float))
     return float(token_seconds + hidden_travels * state_seconds)
 
 
-def _most_rows(travelling: NDArray[np.void], setup: Setup) -> int:
+def _most_rows(travelling: NDArray[np.void], run: RunSpec) -> int:
     """Return the most rows that a rank sends, or receives."""
     leaves = (travelling["source"] != NO_RANK) & (travelling["source"] != travelling["rank"])
     rows = (travelling["stop"] - travelling["start"])[leaves]
-    ends = (np.bincount(travelling[leaves][end], rows, setup.ranks) for end in ("source", "rank"))
+    ends = (
+        np.bincount(travelling[leaves][end], rows, run.plans.ranks) for end in ("source", "rank")
+    )
     return int(max(rows_of_ranks.max() for rows_of_ranks in ends))
 
 

@@ -9,12 +9,11 @@ import numpy as np
 
 from hf_distca.plan import MicroBatchPlan
 from hf_distca.plan.cost import pairs
-from hf_distca.planner.settings import PlanSettings
 from hf_distca.planner.whole_ranks import fitting, whole_ranks_pay
 from hf_distca.predict.seconds import FloatArray
-from hf_distca.predict.setup import Setup
 from hf_distca.predict.shapes import ModelShape
 from hf_distca.progress import terminal_bar
+from hf_distca.run import RunSpec
 from hf_distca.sim.lengths import IntArray, histogram
 from hf_distca.sim.strategies import CHOSEN, PLAIN, StepTime, Strategy, all_strategies
 
@@ -175,8 +174,7 @@ class Simulation:
 
 def simulate(
     micro_batches: Iterable[IntArray],
-    setup: Setup,
-    settings: PlanSettings,
+    run: RunSpec,
     count: int,
     servers: int = 0,
     memory: Memory = lambda *_: (None, None),
@@ -186,20 +184,20 @@ def simulate(
     A document that is longer than all ranks hold is cut for every strategy, and counts as cut.
     """
     # 1. The micro-batches as training draws them, and the operations of the model in them.
-    capacity = setup.ranks * setup.tokens_per_rank
+    capacity = run.plans.ranks * run.plans.tokens_per_rank
     uncut = list(islice(micro_batches, count))
     full = [np.minimum(lengths, capacity) for lengths in uncut]
-    drawn, drawn_for_ranks = _as_drawn(full, setup, settings)
+    drawn, drawn_for_ranks = _as_drawn(full, run)
     lengths = np.concatenate(drawn)
     uncut_lengths = np.concatenate(uncut)
     too_long = int((uncut_lengths > capacity).sum())
-    flops = sum(_operations(micro_batch, setup.model) for micro_batch in drawn)
+    flops = sum(_operations(micro_batch, run.model) for micro_batch in drawn)
 
     # 2. Every micro-batch under every strategy.
     seconds: dict[str, FloatArray] = {}  # [steps] of each strategy
     load: dict[str, FloatArray] = {}  # [ranks] in core attention of the first step
     figures: dict[str, StrategyFigures] = {}
-    for strategy in terminal_bar(all_strategies(setup, settings, servers), "Simulating strategies"):
+    for strategy in terminal_bar(all_strategies(run, servers), "Simulating strategies"):
         steps, largest_plan = _steps_of(strategy, drawn)
         name = strategy.name
         seconds[name] = np.array([step.seconds for step in steps])
@@ -209,7 +207,7 @@ def simulate(
         figures[name] = _strategy_figures(
             strategy,
             steps,
-            setup,
+            run,
             flops=flops,
             tokens=int(lengths.sum()),
             rows_bytes=rows_bytes,
@@ -231,14 +229,14 @@ def simulate(
         return Gain(speed_up, float(ratios.min()), float(ratios.max()))
 
     # 4. The result.
-    sentences = list(advice(compared, setup.tokens_per_rank))
+    sentences = list(advice(compared, run.plans.tokens_per_rank))
     if drawn_for_ranks:
         sentences.append(DRAWN_FOR_RANKS)
     if too_long:
         sentences.append(too_long_advice(uncut_lengths, capacity))
     return Simulation(
-        ranks=setup.ranks,
-        tokens_per_rank=setup.tokens_per_rank,
+        ranks=run.plans.ranks,
+        tokens_per_rank=run.plans.tokens_per_rank,
         documents=len(lengths),
         tokens=int(lengths.sum()),
         histogram=histogram(lengths),
@@ -289,7 +287,7 @@ def _steps_of(
 def _strategy_figures(
     strategy: Strategy,
     steps: Sequence[StepTime],
-    setup: Setup,
+    run: RunSpec,
     *,
     flops: float,
     tokens: int,
@@ -303,7 +301,7 @@ def _strategy_figures(
         flops, tokens: operations and tokens of all steps.
         rows_bytes, state_bytes, documents_cut: as in `StrategyFigures`.
     """
-    gpus = (setup.ranks + strategy.servers) * setup.tensor_parallel
+    gpus = (run.plans.ranks + strategy.servers) * run.tensor_parallel
     seconds = np.array([step.seconds for step in steps])
     # [steps, ranks] each
     attention = np.array([step.attention for step in steps])
@@ -325,7 +323,7 @@ def _strategy_figures(
         exchange_mean_seconds=float(waited.mean()),
         idle=float(1.0 - busy_share.mean()),
         tokens_per_second=float(tokens / seconds.sum()),
-        mfu=float(flops / seconds.sum() / gpus / setup.profile.peak_flops),
+        mfu=float(flops / seconds.sum() / gpus / run.device.peak_flops),
         bytes_bottleneck=float(np.mean([step.bytes_bottleneck for step in steps])),
         tokens_most=max(step.tokens_most for step in steps),
         rows_bytes=rows_bytes,
@@ -392,19 +390,17 @@ def too_long_advice(lengths: IntArray, capacity: int) -> str:
     )
 
 
-def _as_drawn(
-    full: list[IntArray], setup: Setup, settings: PlanSettings
-) -> tuple[list[IntArray], bool]:
+def _as_drawn(full: list[IntArray], run: RunSpec) -> tuple[list[IntArray], bool]:
     """Return micro-batches as training draws them by default.
 
     The second value says whether their documents fit into whole ranks.
     """
-    chosen = replace(settings, costs=setup.costs)
-    fitted = (fitting(lengths, setup.ranks, setup.tokens_per_rank) for lengths in full)
+    chosen = replace(run.plans, costs=run.costs)
+    fitted = (fitting(lengths, run.plans.ranks, run.plans.tokens_per_rank) for lengths in full)
     longest = max(int(lengths.max()) for lengths in full)
-    if longest > setup.tokens_per_rank or not whole_ranks_pay(full, fitted, chosen):
+    if longest > run.plans.tokens_per_rank or not whole_ranks_pay(full, fitted, chosen):
         return full, False
-    return [fitting(lengths, setup.ranks, setup.tokens_per_rank) for lengths in full], True
+    return [fitting(lengths, run.plans.ranks, run.plans.tokens_per_rank) for lengths in full], True
 
 
 def advice(compared: Compared, tokens_per_rank: int) -> Iterator[str]:

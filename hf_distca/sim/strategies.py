@@ -18,8 +18,8 @@ from hf_distca.planner.servers import plan_with_servers
 from hf_distca.planner.settings import PlanSettings
 from hf_distca.predict.counts import count_nano_batches
 from hf_distca.predict.mixing import count_cuts
-from hf_distca.predict.setup import Setup
 from hf_distca.predict.walk import Walked, document_seconds, predict_step
+from hf_distca.run import RunSpec
 from hf_distca.sim.groups import ONE_RANK, Documents, Group
 from hf_distca.sim.lengths import IntArray
 from hf_distca.units import counted
@@ -61,32 +61,33 @@ CHOSEN = "hf_distca, chosen"
 """Strategy that takes the fastest plan for each micro-batch, as training does by default."""
 
 
-def all_strategies(setup: Setup, settings: PlanSettings, servers: int) -> tuple[Strategy, ...]:
+def all_strategies(run: RunSpec, servers: int) -> tuple[Strategy, ...]:
     """Return all strategies that are compared.
 
     Each planned strategy sets its own layout. One uses the servers, if there are any.
     """
     # 1. Strategies without plans.
     strategies = [
-        Strategy(PLAIN, lambda lengths: (plain(lengths, setup), None), in_transformers=True),
-        *_of_whole_documents(setup),
+        Strategy(PLAIN, lambda lengths: (plain(lengths, run), None), in_transformers=True),
+        *_of_whole_documents(run),
     ]
 
-    def add_planned(name: str, layout: str, plan_settings: PlanSettings, servers: int = 0) -> None:
-        step = partial(planned, setup=setup, settings=plan_settings, servers=servers)
+    def add_planned(name: str, layout: str, plans: PlanSettings, servers: int = 0) -> None:
+        step = partial(planned, run=replace(run, plans=plans), servers=servers)
         strategies.append(Strategy(name, step, document_layout=layout, servers=servers))
 
     # 2. Plans with a set layout, and the plan that training would choose.
-    layout = "whole" if settings.document_layout == "whole" else "fixed"
-    add_planned(f"hf_distca, {layout}", layout, replace(settings, document_layout=layout))
-    add_planned(CHOSEN, "auto", replace(settings, costs=setup.costs))
+    as_set = replace(run.plans, costs=None)
+    layout = "whole" if as_set.document_layout == "whole" else "fixed"
+    add_planned(f"hf_distca, {layout}", layout, replace(as_set, document_layout=layout))
+    add_planned(CHOSEN, "auto", replace(as_set, costs=run.costs))
     if servers:
         name = f"hf_distca, {counted(servers, 'server')}"
-        add_planned(name, settings.document_layout, settings, servers)
+        add_planned(name, as_set.document_layout, as_set, servers)
     return tuple(strategies)
 
 
-def _of_whole_documents(setup: Setup) -> Iterator[Strategy]:
+def _of_whole_documents(run: RunSpec) -> Iterator[Strategy]:
     """Yield strategies without plans that keep documents whole.
 
     Documents are balanced over groups of 1, 2, 4, … ranks. The trainers of transformers balance
@@ -96,38 +97,37 @@ def _of_whole_documents(setup: Setup) -> Iterator[Strategy]:
 
     def strategy(name: str, group: Group, *, in_transformers: bool) -> Strategy:
         def step(lengths: IntArray) -> tuple[StepTime, None]:
-            return whole_documents(lengths, setup, group), None
+            return whole_documents(lengths, run, group), None
 
         return Strategy(name, step, group, in_transformers=in_transformers)
 
-    alone = setup.tensor_parallel == 1
+    alone = run.tensor_parallel == 1
     yield strategy(WHOLE, ONE_RANK, in_transformers=alone)
     sizes = []
     size = 2
-    while setup.ranks % size == 0:
+    while run.plans.ranks % size == 0:
         sizes.append(size)
         size *= 2
-    kinds = tuple(map(setup.on_a_gpu, setup.model.layers))
     for size in sizes:
         group = Group(size, "heads")
-        if setup.model.mixing is None and all(map(group.can_share, kinds)):
-            name = f"Ulysses, {setup.ranks // size} × {size}"
+        if run.model.mixing is None and all(map(group.can_share, run.plans.kinds)):
+            name = f"Ulysses, {run.plans.ranks // size} × {size}"
             yield strategy(name, group, in_transformers=alone)
     for size in sizes:
-        name = f"context parallel, {setup.ranks // size} × {size}"
+        name = f"context parallel, {run.plans.ranks // size} × {size}"
         yield strategy(name, Group(size), in_transformers=False)
 
 
-def plain(lengths: IntArray, setup: Setup) -> StepTime:
+def plain(lengths: IntArray, run: RunSpec) -> StepTime:
     """Predict a step of DDP or FSDP with packed documents.
 
     Each rank has one row, and rows have about equally many tokens.
     """
-    rows, cut = packed_rows(lengths, setup)
-    return on_ranks(rows, setup, cut=cut)
+    rows, cut = packed_rows(lengths, run)
+    return on_ranks(rows, run, cut=cut)
 
 
-def packed_rows(lengths: IntArray, setup: Setup) -> tuple[list[list[int]], int]:
+def packed_rows(lengths: IntArray, run: RunSpec) -> tuple[list[list[int]], int]:
     """Pack documents into rows of equally many tokens.
 
     A document that is too long for a rank is cut into pieces, which become separate documents and
@@ -136,13 +136,13 @@ def packed_rows(lengths: IntArray, setup: Setup) -> tuple[list[list[int]], int]:
     Returns:
         [ranks] lengths of the pieces in each row, and the number of cut documents.
     """
-    piece_lengths, cut_documents = _cut(lengths, setup.tokens_per_rank)
+    piece_lengths, cut_documents = _cut(lengths, run.plans.tokens_per_rank)
     pieces = np.array(piece_lengths, np.int64)
     order = largest_first(pieces)
     # Each piece goes to the rank with the fewest tokens, whether that rank has room or not.
-    ranks = Bins([int(pieces.sum())] * setup.ranks)
+    ranks = Bins([int(pieces.sum())] * run.plans.ranks)
     rank_of_piece = ranks.pack(pieces, pieces, order, ranks.most_room)
-    return _by_bin(pieces, order, rank_of_piece, setup.ranks), cut_documents
+    return _by_bin(pieces, order, rank_of_piece, run.plans.ranks), cut_documents
 
 
 def _by_bin(
@@ -155,45 +155,39 @@ def _by_bin(
     return lengths_of_bin
 
 
-def whole_documents(lengths: IntArray, setup: Setup, group: Group = ONE_RANK) -> StepTime:
+def whole_documents(lengths: IntArray, run: RunSpec, group: Group = ONE_RANK) -> StepTime:
     """Predict a step of whole documents balanced over groups of ranks by their seconds.
 
     With rows divided it is the baseline of WLB-LLM and of the paper.
     """
-    most_tokens = setup.tokens_per_rank * group.ranks
+    most_tokens = run.plans.tokens_per_rank * group.ranks
     piece_lengths, cut_documents = _cut(lengths, most_tokens)
     pieces = np.array(piece_lengths, np.int64)
-    costs = document_seconds(pieces, setup.costs)
+    costs = document_seconds(pieces, run.costs)
     order = largest_first(costs)
-    count = setup.ranks // group.ranks
+    count = run.plans.ranks // group.ranks
     groups = Bins([most_tokens] * count)
     group_of_piece = groups.pack(
         pieces, costs, order, groups.least_work, when_full=groups.most_room
     )
     documents = _by_bin(pieces, order, group_of_piece, count)
-    return on_ranks(documents, setup, group, cut_documents)
+    return on_ranks(documents, run, group, cut_documents)
 
 
-def planned(
-    lengths: IntArray, setup: Setup, settings: PlanSettings, servers: int = 0
-) -> tuple[StepTime, MicroBatchPlan]:
-    """Predict a step with planned core attention, and return its plan too.
-
-    Settings have the kinds on a GPU.
-    """
+def planned(lengths: IntArray, run: RunSpec, servers: int = 0) -> tuple[StepTime, MicroBatchPlan]:
+    """Predict a step with planned core attention, and return its plan too."""
+    settings = run.plans
     plan = plan_micro_batch(lengths.tolist(), settings)
     if servers:
         plan = plan_with_servers(
             plan, Workers.uniform(settings.ranks + servers), settings, ranks_serve=True
         )
-    return step_of_plan(plan, setup, settings, servers), plan
+    return step_of_plan(plan, run, servers), plan
 
 
-def step_of_plan(
-    plan: MicroBatchPlan, setup: Setup, settings: PlanSettings, servers: int = 0
-) -> StepTime:
+def step_of_plan(plan: MicroBatchPlan, run: RunSpec, servers: int = 0) -> StepTime:
     """Predict a step of a plan."""
-    costs = setup.costs
+    costs, settings = run.costs, run.plans
     nodes = list(settings.node_of_ranks)
     nodes += [max(nodes) + 1 + server for server in range(servers)]
     layouts = [nano_batch.layout for nano_batch in plan.nano_batches]
@@ -237,14 +231,14 @@ def _cut(lengths: IntArray, piece_tokens: int) -> tuple[list[int], int]:
     return pieces, int((lengths > piece_tokens).sum())
 
 
-def on_ranks(documents: Documents, setup: Setup, group: Group = ONE_RANK, cut: int = 0) -> StepTime:
+def on_ranks(documents: Documents, run: RunSpec, group: Group = ONE_RANK, cut: int = 0) -> StepTime:
     """Predict a step of documents that already lie on ranks, or on groups of ranks.
 
     Args:
         documents: lengths of each rank's documents, or of those that each group shares evenly.
         cut: number of documents that were cut.
     """
-    costs = setup.costs
+    costs = run.costs
     # 1. What each rank of a group computes: its share of the group's documents.
     tokens = np.array([sum(lengths) for lengths in documents], float) / group.ranks
     attention = np.zeros(len(documents))
@@ -261,8 +255,8 @@ def on_ranks(documents: Documents, setup: Setup, group: Group = ONE_RANK, cut: i
     if group.ranks > 1:
         for kind_costs in costs.kinds:
             kind = kind_costs.kind
-            received = tokens * group.received_values(kind) * setup.profile.bytes_per_value
-            exchanged += kind_costs.layers * group.exchange_seconds(received, kind, setup)
+            received = tokens * group.received_values(kind) * run.device.bytes_per_value
+            exchanged += kind_costs.layers * group.exchange_seconds(received, kind, run)
             bytes_bottleneck = max(bytes_bottleneck, float(received.max()))
 
     # 3. The slowest group, and the figures of every rank.

@@ -1,7 +1,7 @@
 """Build a dispatcher for the trainer and for custom training loops."""
 
 import logging
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from hf_distca.models.checkpointing import layers_with_checkpoints
 from hf_distca.models.decoder import base_model, mixing_layers
 from hf_distca.models.loading import plan_attention
 from hf_distca.models.refusals import check_is_model
-from hf_distca.models.settings import plan_settings
+from hf_distca.models.settings import describe_run
 from hf_distca.models.sharing import shares_prefixes, why_sequences_stay_alone
 from hf_distca.models.tables import model_limits
 from hf_distca.patches.head import adapted_heads
@@ -34,14 +34,14 @@ from hf_distca.patches.layers import plan_layers
 from hf_distca.patches.padded import pack_backbone
 from hf_distca.patches.prepare import prepare_model
 from hf_distca.refusal import check
+from hf_distca.run import RunSpec
 from hf_distca.trainer import parallel
-from hf_distca.trainer.costs import costs_of
+from hf_distca.trainer.costs import with_costs
 from hf_distca.trainer.fitting import fit_into_memory
-from hf_distca.trainer.memory import layers_to_checkpoint
+from hf_distca.trainer.memory import launch_facts, layers_to_checkpoint
 from hf_distca.trainer.offload import offload_activations
 from hf_distca.trainer.refusals import DISPATCHED, NOT_CONNECTED, Run, check_trainer
 from hf_distca.trainer.resuming import check_agreement
-from hf_distca.units import AUTO
 
 logger = logging.getLogger(__name__)
 
@@ -64,6 +64,7 @@ def make_dispatcher(
     mesh: RankMesh | None = None,
     checkpointed: int | None = None,
     folder: Path | None = None,
+    **facts: Any,
 ) -> Dispatcher:
     """Prepare a model for planned core attention and return its dispatcher.
 
@@ -84,6 +85,7 @@ def make_dispatcher(
             backward pass. None counts those that have checkpoints now.
         folder: Folder in which the measured costs of the device are kept for the same run. None
             keeps nothing.
+        facts: What a trainer knows of the launch besides, as `describe_run` takes it.
 
     Raises:
         ValueError: The model, kernel, nodes, settings or launch do not fit. Every rank says what to
@@ -97,19 +99,22 @@ def make_dispatcher(
         check((NOT_CONNECTED,), parallel.ProcessCounts.of_this_process())
     _check_same_settings(config)
     launched = ranks_per_node(mesh, config.exchange_timeout)
+    if checkpointed is None:
+        checkpointed = layers_with_checkpoints(model)
     with raised_together(config.exchange_timeout):
         check_is_model(model)
         plan_attention(base_model(model))
-        settings = plan_settings(
+        run = describe_run(
             model,
             config,
             ranks=len(mesh_ranks(mesh)),
             device=device,
             dtype=dtype,
             ranks_per_node=launched,
+            **{"checkpointing": {} if checkpointed else None, **facts},
         )
     dispatcher = Dispatcher(
-        settings,
+        run.plans,
         device,
         mesh,
         exchange_timeout=config.exchange_timeout,
@@ -117,17 +122,14 @@ def make_dispatcher(
     if dispatcher.groups.members == [0] and config.attention_servers == 0:
         logger.warning(ONE_RANK)
     dispatcher.limits = model_limits(model)
-    if checkpointed is None:
-        checkpointed = layers_with_checkpoints(model)
     # Measuring the device draws random numbers, and rollouts and dropout of a seed stay what they
     # are without it.
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
-        dispatcher.choose_by(
-            costs_of(model, dispatcher, config, checkpointing=checkpointed > 0, folder=folder)
-        )
-    memory = smallest_memory(dispatcher.groups, device)
+        run = with_costs(run, dispatcher, config, folder)
+    dispatcher.run = run = replace(run, device_memory=smallest_memory(dispatcher.groups, device))
+    dispatcher.choose_by(run.plans.costs)
     with raised_together(config.exchange_timeout):
-        prepare_model(model, config, ping_pong=settings.may_ping_pong, memory=memory)
+        prepare_model(model, run)
     if config.offload_activations is True:
         offload_activations(model, config, dispatcher, checkpointed=checkpointed)
     return dispatcher
@@ -171,7 +173,7 @@ def pack_padded(
     else:
         with dispatcher.groups.raised_together():
             plan_attention(base_model(model))
-            prepare_model(model, config, ping_pong=dispatcher.settings.may_ping_pong)
+            prepare_model(model, dispatcher.run)
     shares = shares_prefixes(config, why_sequences_stay_alone(model), dispatcher.groups.rank)
     pack_backbone(model, PaddedBatches(dispatcher, share_prefixes=shares))
     return dispatcher
@@ -213,15 +215,12 @@ def warn_of_kernels(model: PreTrainedModel, device: torch.device) -> None:
         )
 
 
-def gathers_whole_layers(
-    model: PreTrainedModel, config: DistCAConfig, dispatcher: Dispatcher, accelerator: Accelerator
-) -> bool:
+def gathers_whole_layers(model: PreTrainedModel, run: RunSpec, accelerator: Accelerator) -> bool:
     """Return whether ZeRO-3 gathers the weights of a whole decoder layer before the layer runs.
 
     Without changes to its layers, a model gathers the weights of one module at a time.
     """
-    in_chunks = config.mlp_chunk_rows not in (0, AUTO)
-    divided = dispatcher.settings.may_ping_pong or in_chunks or mixing_layers(model)
+    divided = run.plans.may_ping_pong or run.mlp_chunk_rows or mixing_layers(model)
     return bool(divided) and parallel.gathers_parameters(accelerator)
 
 
@@ -243,25 +242,26 @@ def prepare_trainer(trainer: Trainer, *, packs: bool) -> Dispatcher:
         parallel.keep_loss_in_float32(accelerator)
     if args.process_index == 0:
         warn_of_kernels(model, args.device)
-    if not packs and parallel.gathers_parameters(accelerator):
-        # ZeRO-3 reduces the gradients of whole layers once in a backward, and a padded batch may be
-        # several micro-batches.
-        args.ping_pong = False if args.ping_pong == AUTO else args.ping_pong
-        args.mlp_chunk_rows = 0 if args.mlp_chunk_rows == AUTO else args.mlp_chunk_rows
+    # ZeRO-3 reduces the gradients of whole layers once in a backward, and a padded batch may be
+    # several micro-batches.
+    layers_run_once = not packs and parallel.gathers_parameters(accelerator)
+    dtype = parallel.dtype_of_computation(model, args, accelerator)
     dispatcher = make_dispatcher(
         model,
         args,
         args.device,
-        dtype=parallel.dtype_of_computation(model, args, accelerator),
+        dtype=dtype,
         mesh=parallel.data_parallel_mesh(accelerator),
         checkpointed=layers_to_checkpoint(model, args, accelerator),
         folder=Path(str(args.output_dir)),
+        planning={"ping_pong": False} if layers_run_once else None,
+        **launch_facts(model, args, accelerator, dtype),
     )
     if args.device.type == "cuda":  # the memory of other devices is unknown
-        fit_into_memory(model, args, dispatcher, accelerator)
+        fit_into_memory(model, args, dispatcher, may_chunk=not layers_run_once)
     if parallel.gathers_parameters(accelerator):
         layers = (
-            plan_layers(model) if gathers_whole_layers(model, args, dispatcher, accelerator) else []
+            plan_layers(model) if gathers_whole_layers(model, dispatcher.run, accelerator) else []
         )
         parallel.gather_whole_layers(model, [*layers, *adapted_heads(model)])
     check_agreement(args, dispatcher)

@@ -50,7 +50,7 @@ def complete_card(
         data: the training data in a few words.
         packs: whether hf_distca packs documents, so that no batch has a number of examples.
     """
-    strategy, _ = sharing_of(accelerator, model, ranks)
+    strategy, _ = sharing_of(accelerator, model)
     micro_batches = args.gradient_accumulation_steps
     tokens = ranks * args.tokens_per_rank
     paragraph = PARAGRAPH.format(

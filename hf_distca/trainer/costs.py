@@ -10,22 +10,21 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import PreTrainedModel, TrainerCallback, TrainerState
+from transformers import TrainerCallback, TrainerState
 
 from hf_distca.config import DistCAConfig
 from hf_distca.dispatch.dispatcher import Dispatcher
 from hf_distca.dispatch.groups import raised_together
 from hf_distca.dispatch.peers import PeerExchanges
 from hf_distca.dispatch.recorder import Recording, Span
-from hf_distca.models.shape import model_shape
 from hf_distca.plan import MicroBatchPlan
 from hf_distca.predict.corrections import Corrections
 from hf_distca.predict.device import measured_profile, name_of
 from hf_distca.predict.links import with_links
 from hf_distca.predict.profile import DeviceProfile
 from hf_distca.predict.seconds import FloatArray, KernelCost, StepCosts
-from hf_distca.predict.setup import Setup
 from hf_distca.predict.walk import predict_plan
+from hf_distca.run import RunSpec
 from hf_distca.units import AUTO
 
 logger = logging.getLogger(__name__)
@@ -49,16 +48,11 @@ UNREADABLE = "the costs in %s cannot be read and are measured again (%s)"
 """Warning about a damaged file with measured costs, or with corrections of them."""
 
 
-def costs_of(
-    model: PreTrainedModel,
-    dispatcher: Dispatcher,
-    config: DistCAConfig,
-    *,
-    checkpointing: bool,
-    folder: Path | None = None,
-) -> StepCosts | None:
-    """Return the costs by which plans are chosen; None if nothing is chosen. A collective."""
-    settings = dispatcher.settings
+def with_costs(
+    run: RunSpec, dispatcher: Dispatcher, config: DistCAConfig, folder: Path | None = None
+) -> RunSpec:
+    """Return the run with the costs by which plans are chosen, if any are. A collective."""
+    settings = run.plans
     # Read also where nothing is chosen: a name that is wrong is wrong on any number of ranks.
     with raised_together(config.exchange_timeout):
         profile_of_file = (
@@ -68,20 +62,11 @@ def costs_of(
     chooses = AUTO in chosen or profile_of_file is not None
     # With dedicated servers, every plan is balanced again for the servers that are present.
     if not chooses or settings.ranks == 1 or config.attention_servers != 0:
-        return None
-    return Setup(
-        model_shape(model),
-        profile_of_file or _measured_profile(model, dispatcher, folder),
-        settings.ranks,
-        settings.tokens_per_rank,
-        settings.ranks_per_node,
-        checkpointing=checkpointing,
-    ).costs
+        return run
+    return run.with_profile(profile_of_file or _measured_profile(run, dispatcher, folder))
 
 
-def _measured_profile(
-    model: PreTrainedModel, dispatcher: Dispatcher, folder: Path | None
-) -> DeviceProfile:
+def _measured_profile(run: RunSpec, dispatcher: Dispatcher, folder: Path | None) -> DeviceProfile:
     """Return the profile that an earlier run kept in the folder, or measure one. A collective.
 
     The profile is the same on every rank.
@@ -105,7 +90,7 @@ def _measured_profile(
     profile = measured_profile(
         dispatcher.kernel,
         settings.dominant_kind,
-        model_shape(model).hidden,
+        run.model.hidden,
         torch.float32 if settings.bytes_per_value == 4 else torch.bfloat16,
         device,
         most_rows=settings.tokens_per_rank,

@@ -1,21 +1,21 @@
 """Log the device memory that training will take, once before training begins."""
 
 import logging
-from typing import Any, NamedTuple, cast
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
+import torch
 from accelerate import Accelerator, DistributedType
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from hf_distca.dispatch.dispatcher import Dispatcher
-from hf_distca.memory import Strategy
-from hf_distca.memory.counter import MemoryCounter, Training, longest_documents
+from hf_distca.memory.counter import MemoryCounter, longest_documents
 from hf_distca.memory.launches import raised_in
 from hf_distca.models.checkpointing import CHECKPOINTING, checkpointing_options
 from hf_distca.models.decoder import base_model, decoder_layers
 from hf_distca.models.tensor_parallel import is_divided_at_load
 from hf_distca.planner.micro_batch import plan_micro_batch
-from hf_distca.trainer.arguments import DistCAPaddedArguments
+from hf_distca.run import RunSpec, Strategy
 
 logger = logging.getLogger(__name__)
 
@@ -38,40 +38,15 @@ class CountedMemory(NamedTuple):
         return max(self.total - int(LEFT * self.memory), 0)
 
 
-def log_memory(
-    model: nn.Module,
-    dispatcher: Dispatcher,
-    args: DistCAPaddedArguments,
-    accelerator: Accelerator,
-    memory: int,
-) -> CountedMemory | None:
+def log_memory(model: nn.Module, run: RunSpec, memory: int) -> CountedMemory | None:
     """Log and return what a document over all ranks takes of a device's `memory` in bytes.
 
     None if the model cannot be counted.
     """
-    settings = dispatcher.settings
-    ranks = dispatcher.groups.ranks
-    trainer_args = cast(Any, args)  # the fields of transformers' arguments
+    plans = run.plans
     try:  # one document over all ranks exchanges the most
-        strategy, shards = sharing_of(accelerator, model, ranks)
-        mixed = (
-            trainer_args.bf16
-            or trainer_args.fp16
-            or settings.bytes_per_value < base_model(model).dtype.itemsize
-        )
-        training = Training(
-            strategy,
-            mixed,
-            checkpointing_of(args, accelerator),
-            shards,
-            # Transformers gives the model these kernels when training starts.
-            liger=(trainer_args.liger_kernel_config or {})
-            if trainer_args.use_liger_kernel
-            else None,
-            accumulates=trainer_args.gradient_accumulation_steps > 1,
-        )
-        plan = plan_micro_batch(longest_documents(settings), settings)
-        counted = MemoryCounter(model, settings, args).count(plan, training, rank=ranks - 1)
+        plan = plan_micro_batch(longest_documents(plans), plans)
+        counted = MemoryCounter(model).count(plan, run, rank=plans.ranks - 1)
     # A model may read values, which meta tensors do not have. It trains nevertheless.
     except Exception as error:
         text = "cannot estimate the memory for training %s: %s (in %s)"
@@ -82,7 +57,7 @@ def log_memory(
         **{str(part): size for part, size in counted.parts.items()},
     }
     listed = ", ".join(f"{name} {size / GB:.1f}" for name, size in parts.items() if size >= GB / 20)
-    total = CountedMemory(args.tokens_per_rank, sum(parts.values()), memory, listed)
+    total = CountedMemory(plans.tokens_per_rank, sum(parts.values()), memory, listed)
     logger.info(
         "memory with %s tokens on each rank: %.1f of %.1f GB (%s)",
         total.tokens_per_rank,
@@ -107,16 +82,37 @@ def warn_of_memory(counted: CountedMemory, offloaded: int) -> None:
         )
 
 
-def sharing_of(accelerator: Accelerator, model: nn.Module, ranks: int) -> tuple[Strategy, int]:
+def launch_facts(
+    model: nn.Module, args: Any, accelerator: Accelerator, dtype: torch.dtype
+) -> dict[str, Any]:
+    """Return what a trainer knows of its launch, as fields of RunSpec.
+
+    Args:
+        dtype: of computation.
+    """
+    strategy, shards = sharing_of(accelerator, model)
+    return {
+        "strategy": strategy,
+        "shards": shards,
+        "mixed": args.bf16 or args.fp16 or dtype.itemsize < base_model(model).dtype.itemsize,
+        "checkpointing": checkpointing_of(args, accelerator),
+        # Transformers gives the model these kernels when training starts.
+        "liger": (args.liger_kernel_config or {}) if args.use_liger_kernel else None,
+        "accumulates": args.gradient_accumulation_steps > 1,
+    }
+
+
+def sharing_of(accelerator: Accelerator, model: nn.Module) -> tuple[Strategy, int | None]:
     """Return how ranks share the model's state, and the number of shards under FSDP or ZeRO.
 
-    With HSDP fewer.
+    None for one per rank. With HSDP there are fewer.
     """
     if is_divided_at_load(model):
         strategy: Strategy = "fsdp2" if isinstance(base_model(model), FSDPModule) else "ddp"
         return strategy, int(base_model(model).config.distributed_config.fsdp_size)
     config = accelerator.parallelism_config
-    shards = ranks if config is None or not config.dp_shard_enabled else int(config.dp_shard_size)
+    has_groups = config is not None and config.dp_shard_enabled
+    shards = int(config.dp_shard_size) if has_groups else None
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
         stages: dict[int, Strategy] = {1: "zero1", 2: "zero2", 3: "zero3"}
         return stages.get(accelerator.state.deepspeed_plugin.zero_stage, "ddp"), shards
@@ -136,7 +132,11 @@ def checkpointing_of(args: Any, accelerator: Accelerator) -> dict[str, Any] | No
 
 def layers_to_checkpoint(model: nn.Module, args: Any, accelerator: Accelerator) -> int:
     """Return how many decoder layers of a model transformers or FSDP will checkpoint."""
-    options = checkpointing_of(args, accelerator)
+    return checkpointed_layers(model, checkpointing_of(args, accelerator))
+
+
+def checkpointed_layers(model: nn.Module, options: Mapping[str, Any] | None) -> int:
+    """Return how many decoder layers have checkpoints, by transformers' options for them."""
     if options is None:
         return 0
     layers = len(decoder_layers(base_model(model)))

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from hf_distca.predict.setup import Setup
 from transformers import AutoConfig
 
 from hf_distca.cli.model import config_of_shape
@@ -48,7 +49,6 @@ from hf_distca.plan.routes import make_routes
 from hf_distca.planner.micro_batch import plan_micro_batch
 from hf_distca.planner.settings import PlanSettings
 from hf_distca.predict.profile import DeviceProfile
-from hf_distca.predict.setup import Setup
 from hf_distca.predict.shapes import CHUNK, ModelShape
 from hf_distca.sim.strategies import all_strategies
 from tests.counting import Counting

@@ -211,7 +211,7 @@ class CountedExchange(Exchange):
 
     def __init__(self, live: LiveMemory) -> None:
         groups: Any = SimpleNamespace(
-            exchange=_NoGroup(), node=_NoGroup(), closed=False, waits=Waits.alone()
+            exchange=_NoGroup(), node=_NoGroup(), closed=False, waits=Waits()
         )
         super().__init__(groups)
         self._live = live

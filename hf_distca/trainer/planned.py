@@ -135,7 +135,7 @@ class PlannedTraining(_Trainer):
         parallel.forget_evaluation(self.model_wrapped, self.accelerator)
         groups = self.dispatcher.groups
         try:
-            with groups.failures.reported("the start of training"), self._processes.explained():
+            with groups.waits.watched("the start of training"), self._processes.explained():
                 checkpoint = agreed_checkpoint(
                     resume_from_checkpoint,
                     self.args,
@@ -248,8 +248,8 @@ class PlannedTraining(_Trainer):
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
         """Evaluate as `Trainer.evaluate` does; an error names the rank that failed."""
-        failures = self.dispatcher.groups.failures
-        with failures.reported("the start of an evaluation"), self._processes.explained():
+        waits = self.dispatcher.groups.waits
+        with waits.watched("the start of an evaluation"), self._processes.explained():
             return super().evaluate(*args, **kwargs)
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> EvalLoopOutput:

@@ -10,25 +10,21 @@ head dim of values.
 """
 
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
-from unittest.mock import patch
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.hooks import RemovableHandle
-from transformers.integrations import moe
 
-from hf_distca.dispatch import rows
 from hf_distca.dispatch.attention import disaggregated_attention
 from hf_distca.dispatch.bound import BoundPlan, Runtime
 from hf_distca.dispatch.checkpoints import is_recomputation
 from hf_distca.dispatch.recorder import Recorder
-from hf_distca.dispatch.rows import device_bytes
+from hf_distca.dispatch.rows import IndexBuffer
 from hf_distca.kernels import KERNELS, AttentionParams
 from hf_distca.memory.launches import with_liger, without_launches
 from hf_distca.memory.live import LiveMemory, Part
@@ -37,10 +33,8 @@ from hf_distca.memory.stand_ins import (
     CountedExchange,
     CountedResults,
     FlashMemory,
-    grouped_products,
     unequal_chunks,
     unequal_results,
-    without_writes,
 )
 from hf_distca.models.checkpointing import (
     disable_checkpointing,
@@ -50,8 +44,8 @@ from hf_distca.models.checkpointing import (
 from hf_distca.models.decoder import base_model, decoder_layers, text_decoder
 from hf_distca.models.fake import fake_tensors
 from hf_distca.models.mixing import halo_widths
-from hf_distca.patches import chunked_mlp
-from hf_distca.patches import loss as loss_module
+from hf_distca.patches.chunked_mlp import Chunked
+from hf_distca.patches.head import PlannedHead
 from hf_distca.plan import PLAN_KEY, AttentionKind, MicroBatchPlan
 from hf_distca.plan.metrics import bytes_moved
 from hf_distca.planner.settings import PlanSettings
@@ -97,16 +91,6 @@ def busiest_rank(plan: MicroBatchPlan, settings: PlanSettings) -> int:
     return int(moved.sum(0)[: settings.ranks].argmax())
 
 
-def count_micro_batch(
-    model: nn.Module, plan: MicroBatchPlan, rank: int, use: Use, *, depth: int | None = None
-) -> dict[Part, int]:
-    """Return peak bytes by part of a micro-batch whose checkpoints stay on the device.
-
-    See `count_peaks`.
-    """
-    return count_peaks(model, plan, rank, use, depth=depth).on_device
-
-
 def count_peaks(
     model: nn.Module, plan: MicroBatchPlan, rank: int, use: Use, *, depth: int | None = None
 ) -> Peaks:
@@ -145,18 +129,15 @@ def count_peaks(
         assert parameter.grad is not None
         live.belong([parameter.grad], "gradients")
 
-    # 3. What would launch a kernel, or read a number, is replaced while the step runs.
+    # 3. Nothing is launched while the step runs. Of equal chunks few are computed.
     first: Any = next(model.parameters())
     mode: FakeTensorMode = first.fake_mode
-    replaced = (
-        patch.object(moe, "_grouped_mm", grouped_products),
-        patch.object(loss_module, "chunk_starts", unequal_chunks),
-        patch.object(chunked_mlp, "results_of_chunks", unequal_results),
-    )
-    guards = without_launches(), with_liger(model, use.liger), without_writes()
-    with ExitStack() as counting:
-        for context in (*guards, *replaced, mode, live):
-            counting.enter_context(context)
+    for module in model.modules():
+        if isinstance(module, Chunked):
+            module.run_chunks = unequal_results
+        if isinstance(module, PlannedHead):
+            module.chunk_starts = unequal_chunks
+    with without_launches(), with_liger(model, use.liger), mode, live:
         # 4. Gradients of an earlier micro-batch.
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         hooks = [
@@ -193,7 +174,7 @@ def count_core_attention(
     """
     live = LiveMemory()
     bound = bound_plan(plan, rank, use, live)
-    with without_launches(), without_writes(), fake_tensors(), live:
+    with without_launches(), fake_tensors(), live:
         run_core_attention(bound, kind, dtype)
     return parts_of_a_step(live.peak, bound)
 
@@ -239,18 +220,9 @@ def bound_plan(plan: MicroBatchPlan, rank: int, use: Use, live: LiveMemory) -> B
         keep_core_attention=use.keep_core_attention,
         functions={} if on_cpu else COUNTED_FUNCTIONS,
     )
-    row_numbers: list[Tensor] = []
-
-    def noted_bytes(host_B: Tensor, device: torch.device) -> Tensor:
-        row_numbers.append(device_bytes(host_B, device))
-        return row_numbers[-1]
-
-    # A mode that sees each of many small tensors would take longer than the binding.
-    with patch.object(rows, "device_bytes", noted_bytes):
-        bound = BoundPlan(
-            plan, rank, runtime, kept_results=CountedResults(live), in_one_go=not on_cpu
-        )
-    live.belong(row_numbers, "plan")
+    buffer = IndexBuffer(HOST, in_one_go=not on_cpu)
+    bound = BoundPlan(plan, rank, runtime, kept_results=CountedResults(live), buffer=buffer)
+    live.belong(buffer.memory, "plan")
     return bound
 
 

@@ -868,7 +868,7 @@ SETTINGS: dict[str, tuple[Any, ...]] = {
     "balance_block_size must be a whole number, got …": (128.5, "128", None, True),
     "mlp_chunk_rows must be a number of rows or 'auto', got …": (1.5, None, "16k", "many"),
     "exchange_timeout must be a finite number, got …": ("60", None, True, inf, nan),
-    "keep_received must be true or false, got …": ("no", "false", None, 1),
+    "share_prefixes must be true or false, got …": ("no", "false", None, 1),
     "device_profile must be text, got …": (3, True),
     "attention_server_address must be text, got …": (None, 3),
     "long_documents must be one of ['error', 'truncate', 'split'], got …": (
@@ -1154,7 +1154,7 @@ OF_RANK_1: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
         lambda: {"attention_kernel": "cpu"},
         differs("attention_kernel", "auto", "cpu"),
     ),
-    "keep_received": (lambda: {"keep_received": True}, differs("keep_received", False, True)),
+    "share_prefixes": (lambda: {"share_prefixes": False}, differs("share_prefixes", True, False)),
     "device_profile": (
         lambda: {"device_profile": "h100"},
         differs("device_profile", None, "h100"),

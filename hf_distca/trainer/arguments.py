@@ -70,9 +70,11 @@ class DistCAPaddedArguments(DistCAConfig, _Arguments):
         self.left_out: list[str] = []  # such as "packing=True"
         for name, off in self._done_anyway.items():
             value = getattr(self, name, off)
-            if value not in (off, None):
+            if value in (off, None):
+                continue
+            if value != getattr(type(self), name, None):  # a default needs no word
                 self.left_out.append(f"{name}={value!r}")
-                setattr(self, name, off)
+            setattr(self, name, off)
         if getattr(self, "activation_offloading", False):
             self.left_out.append("activation_offloading=True (offload_activations=True)")
             self.activation_offloading = False

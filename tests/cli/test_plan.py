@@ -362,10 +362,14 @@ def test_offloaded_checkpoints_and_their_copies(command, run, tmp_path, monkeypa
 def test_memory_follows_the_settings_that_are_given(command, figures, tmp_path, monkeypatch):
     small_model().config.save_pretrained(tmp_path)
     monkeypatch.delitem(CASES, "without_checkpointing")
-    options = ["--model", str(tmp_path), "--dtype", "float32", "--no-keep-core-attention"]
-    memory = figures(*command([256], 2, 128, *options, "--strategy", "ddp"))["memory"]
-    assert list(memory) == ["ddp"]
-    assert "kept O" not in memory["ddp"]["with_checkpointing"]["parts"]
+    options = ["--model", str(tmp_path), "--dtype", "float32", "--strategy", "ddp"]
+    backward = []
+    for chunk_rows in ("0", "32"):
+        command_line = command([256], 2, 128, *options, "--mlp-chunk-rows", chunk_rows)
+        memory = figures(*command_line)["memory"]
+        assert list(memory) == ["ddp"]
+        backward.append(memory["ddp"]["with_checkpointing"]["parts"]["backward"])
+    assert backward[1] < backward[0]
 
 
 @pytest.mark.parametrize("model_type", ["llama4_text", "qwen3_next"])

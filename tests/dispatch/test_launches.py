@@ -2,6 +2,7 @@
 `tests.counting`.
 """
 
+import weakref
 from collections import Counter
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -14,7 +15,8 @@ from peft import LoraConfig, get_peft_model
 from transformers import PreTrainedModel
 
 from hf_distca.dispatch.bound import BoundPlan
-from hf_distca.kernels import get_kernel
+from hf_distca.dispatch.executor import CoreAttention
+from hf_distca.kernels import AttentionParams, get_kernel
 from hf_distca.models.checkpointing import enable_checkpointing
 from hf_distca.models.kinds import layers_by_kind
 from hf_distca.patches.layers import plan_layers
@@ -33,7 +35,7 @@ from tests.counting import (
     figures_of,
     without_numbers,
 )
-from tests.models_and_batches import in_nodes, in_stages
+from tests.models_and_batches import SMALL_KIND, in_nodes, in_stages
 
 RANKS, RANK = 4, 1
 LENGTHS = [700, 300, 200, 200, 130, 111, 100, 90, 60, 50, 40, 37, 20, 10]
@@ -247,8 +249,36 @@ def test_where_nothing_moves_a_layer_is_one_kernel_call_each_way(
         )
         assert views == {"squeeze": 4, "transpose": 6, "unsqueeze": 4, "permute": 2, "detach": 2}
         with without_numbers():  # results that are not kept are computed again
-            model, bound = made("llama"), bound_plan(plan, RANK, group, keep_core_attention=False)
+            model, bound = made("llama"), bound_plan(plan, RANK, group)
+            monkeypatch.setattr(bound.kept_results, "keep", lambda *_: None)
             assert besides_views(counted_step(model, bound, "non-reentrant"), 1) == {"attention": 3}
+
+
+def test_memory_of_a_direction_ends_with_it(group):
+    """That of a backward's inputs ends before: while the last rows travel."""
+    settings = PlanSettings(RANKS, 1024, (SMALL_KIND,), balance_block_size=16)
+    with without_numbers():
+        bound = bound_plan(plan_micro_batch(LENGTHS, settings), RANK, group)
+        (nano_batch,) = bound.nano_batches
+        core = CoreAttention(bound.runtime, nano_batch, SMALL_KIND, AttentionParams(1.0))
+        q, k, v = (
+            torch.empty(bound.rows, heads, 8, dtype=torch.bfloat16, device=META)
+            for heads in (4, 2, 2)
+        )
+        core.begin("forward", q, k, v)
+        forward = weakref.ref(core.running)
+        core.running.go_on()
+        o, lse = core.end()
+        assert forward() is None
+        do = torch.empty_like(o)
+        core.begin("backward", do, q, k, v, o, lse)
+        backward = weakref.ref(core.running)
+        inputs = weakref.ref(do)
+        del do
+        core.running.go_on()
+        assert inputs() is None
+        assert [x.shape for x in core.end()] == [q.shape, k.shape, v.shape]
+        assert backward() is None
 
 
 CUDA = torch.device("cuda", 0)

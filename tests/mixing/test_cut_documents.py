@@ -2,6 +2,8 @@
 process.
 """
 
+import gc
+import weakref
 from functools import cache, partial
 
 import pytest
@@ -10,10 +12,14 @@ import torch.distributed as dist
 from transformers.models.lfm2 import modeling_lfm2
 from transformers.models.qwen3_next import modeling_qwen3_next
 
+from hf_distca import DistCAConfig
 from hf_distca.dispatch.cuts import StateExchange
 from hf_distca.dispatch.exchange import Exchange
+from hf_distca.models.checkpointing import enable_checkpointing
 from hf_distca.models.mixing import DELTA_RULE, FUNCTIONS
-from tests.mixing.steps import Step, assert_equal, reference, step
+from hf_distca.trainer.assembly import make_dispatcher
+from tests.mixing.steps import Step, assert_equal, cut_plan, make_model, reference, step
+from tests.models_and_batches import cut_rows, random_documents
 
 pytestmark = pytest.mark.usefixtures("backward_thread")
 
@@ -62,6 +68,7 @@ JOINED = {
 }
 """The same segments in one nano-batch."""
 JOINT = {"document_layout": "joint"}
+CPU = torch.device("cpu")
 
 
 @cache
@@ -79,7 +86,6 @@ def test_loss_and_gradients_are_those_of_one_process(rank_pools, ranks, model_ty
 COMPANY = {
     "one nano-batch": {"ping_pong": False},
     "checkpoints": {"checkpointing": False},
-    "checkpoints that exchange again": {"checkpointing": False, "keep_core_attention": False},
     "reentrant checkpoints, LoRA": {"checkpointing": True, "lora": True},
     "LoRA": {"lora": True},
     "DDP, checkpoints": {"ddp": True, "checkpointing": False},
@@ -133,12 +139,9 @@ def test_all_ranks_exchange_in_the_same_order(rank_pools, model_type):
     of_layer = ["halos 0", "halos 1", "states 0", "states 1"]
     assert first[:4] == of_layer
     assert first[-4:] == of_layer[::-1]
-    # Kept states are not exchanged again.
-    again, *_ = rank_pools[3].run(
-        _exchanged, model_type, {"checkpointing": False, "keep_core_attention": False}
-    )
-    layers = first[: len(first) // 2].count("states 0")
-    assert [name for name, _ in again[0]].count("states 0") == first.count("states 0") + layers
+    # Checkpoints keep what has arrived: their recomputations exchange nothing.
+    plain, *_ = rank_pools[3].run(_exchanged, model_type, {})
+    assert plain == ranks[0]
 
 
 @pytest.mark.parametrize(
@@ -163,6 +166,24 @@ def test_exchanges_end_on_ranks_without_a_cut_segment_and_states_travel_in_float
             if name.startswith(("halos", "states"))
         }
         assert mixing_dtypes == {("halos", dtype_of_halos), ("states", torch.float32)}
+
+
+def test_a_forward_without_a_backward_leaves_nothing():
+    """Results that a checkpoint keeps do not keep the graph in which they are, and with it
+    themselves.
+    """
+    model = make_model("qwen3_next")
+    dispatcher = make_dispatcher(model, DistCAConfig(tokens_per_rank=64, **JOINT), CPU)
+    enable_checkpointing(model, {"use_reentrant": False})
+    one_rank = [[(0, 0, 5), (1, 0, 3), (0, 5, 9)]]
+    bound = dispatcher.bind(cut_plan([9, 3], [one_rank], dispatcher.settings))
+    kept = weakref.ref(bound.kept_results)
+    batch = cut_rows(bound.plan, 0, random_documents([9, 3]))
+    loss = model(**batch, labels=batch["shift_labels"], distca_plan=bound).loss
+    assert len(kept()) == 3  # halos, states and core attention
+    del bound, batch, loss
+    gc.collect()
+    assert kept() is None
 
 
 def _order() -> list[str]:

@@ -209,8 +209,8 @@ def test_optimizer_shards_of_another_number_of_ranks(run):
 
 
 def test_core_attention_is_kept_through_checkpoints_of_fsdp(run):
-    kept, again = (run("fsdp2", name)[0] for name in ("checkpointed by FSDP", "computed again"))
-    assert again["kernel_forwards"] == 2 * kept["kernel_forwards"] > 0
+    kept, plain = (run("fsdp2", name)[0] for name in ("checkpointed by FSDP", "no checkpoints"))
+    assert kept["kernel_forwards"] == plain["kernel_forwards"] > 0
 
 
 OFFLOADED = {

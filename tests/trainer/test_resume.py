@@ -216,7 +216,6 @@ CHANGED = {
     "ping_pong": False,
     "balance_block_size": 16,
     "attention_kernel": "reference",
-    "keep_core_attention": False,
     "max_grad_norm": 0.5,
 }
 """What changes neither the order of documents nor the number of ranks."""

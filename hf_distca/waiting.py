@@ -7,6 +7,8 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
+from typing import TypeVar
 
 logger = logging.getLogger(__name__)
 
@@ -15,6 +17,7 @@ REPORT_S = 60.0
 JOIN_S = 120.0
 """Seconds for a thread to end once its connection is closed."""
 _SLICE_S = 1.0
+Value = TypeVar("Value")
 
 
 class WaitError(RuntimeError):
@@ -63,3 +66,17 @@ def join(thread: threading.Thread, limit_s: float = JOIN_S) -> None:
         "thread is"
     )
     wait_until(has_ended, f"the thread {thread.name!r} of this process to end", limit_s, remedy)
+
+
+def in_thread(call: Callable[[], Value]) -> Future[Value]:
+    """Start a call that may block for ever, such as one to a store; return its future result."""
+    result: Future[Value] = Future()
+
+    def run() -> None:
+        try:
+            result.set_result(call())
+        except Exception as error:
+            result.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return result

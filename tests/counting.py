@@ -340,9 +340,7 @@ def bound_plan(
     **options: Any,
 ) -> BoundPlan:
     """The plan bound to one of the ranks of a fake group."""
-    exchange = Exchange(
-        SimpleNamespace(exchange=group, node=group, closed=False, waits=Waits.alone())
-    )
+    exchange = Exchange(SimpleNamespace(exchange=group, node=group, closed=False, waits=Waits()))
     return BoundPlan(
         plan, rank, Runtime(device, exchange, MetaKernel(), Recorder(device), **options)
     )

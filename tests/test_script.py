@@ -11,7 +11,7 @@ import signal
 import pytest
 
 import hf_distca
-from hf_distca.dispatch.failures import OtherRankError
+from hf_distca.dispatch.waits import OtherRankError
 from hf_distca.kernel_names import MissingPackageError
 from hf_distca.refusal import PackageError, Refusal, RefusedError
 from hf_distca.trainer.resuming import full_disk_named

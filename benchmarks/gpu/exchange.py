@@ -69,9 +69,7 @@ def _figures(setting: Setting, blocks: int) -> dict[str, Any]:
         pg_options=exchange_options(backend, blocks),
         device_id=device if setting.on_cuda else None,
     )
-    exchange = Exchange(
-        SimpleNamespace(exchange=group, node=None, closed=False, waits=Waits.alone())
-    )
+    exchange = Exchange(SimpleNamespace(exchange=group, node=None, closed=False, waits=Waits()))
     heads, kv_heads, dim = (
         setting.wide[name] for name in ("num_attention_heads", "num_key_value_heads", "head_dim")
     )

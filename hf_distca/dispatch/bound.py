@@ -468,7 +468,7 @@ class BoundPlan:
         runtime: Runtime,
         *,
         kept_results: KeptResults | None = None,
-        in_one_go: bool | None = None,
+        buffer: IndexBuffer | None = None,
     ) -> None:
         self.plan = plan
         self.runtime = runtime
@@ -477,7 +477,7 @@ class BoundPlan:
         self.target_rows: list[Tensor] | None = None
         self.kept_results = KeptResults() if kept_results is None else kept_results
         nano_batches = plan.nano_batches
-        buffer = IndexBuffer(runtime.device, in_one_go)
+        buffer = IndexBuffer(runtime.device) if buffer is None else buffer
         # 1. The nano-batches. A kind whose rows never move takes no part in turns.
         turns: tuple[Turn, ...] = ("alone",) if len(nano_batches) == 1 else ("first", "second")
         local_kinds = {kind for kind in nano_batches[0].plans if _is_local(kind, nano_batches)}

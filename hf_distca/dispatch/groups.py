@@ -19,7 +19,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from hf_distca.dispatch.failures import Failures
 from hf_distca.dispatch.waits import Waits
 from hf_distca.refusal import RefusedError, SentenceError, told
 from hf_distca.units import counted
@@ -86,7 +85,7 @@ class Groups:
         self._timeout = timedelta(seconds=timeout_s)
         self._control: dist.ProcessGroup | None = None
         self._control_of_world: dist.ProcessGroup | None = None
-        self.waits = waits_in_world(timeout_s)
+        self.waits = waits_in_world(timeout_s)  # for the ranks of all meshes
         if world[1] > 1:
             self._device = indexed(device)
             meshes = [self.members] if mesh is None else self._distinct_in_world(self.members)
@@ -106,7 +105,6 @@ class Groups:
                 raise unreachable(self.rank, error) from error
             check_devices(exchange_backend(self._device), uuids)
             self.exchange = self._connected(meshes, self.ranks, "distca exchange")
-        self.failures = Failures(self.waits)  # of the ranks of all meshes
 
     def connect_nodes(self, nodes: Sequence[int] | None) -> None:
         """Connect the ranks of each node by a group of their own. A collective of the world.
@@ -333,7 +331,7 @@ def waits_in_world(limit_s: float) -> Waits:
     Every process calls this equally often, in the same order.
     """
     if not in_world() or dist.get_world_size() == 1:
-        return Waits(None, 0, 1, limit_s)
+        return Waits()
     world: Any = dist.group.WORLD
     rank, store = dist.get_rank(), world.get_group_store()
     number = store.add(f"hf_distca/waits/{rank}", 1)  # the same on every rank

@@ -38,11 +38,15 @@ class IndexBuffer:
     Args:
         in_one_go: sum rows of all sources by one kernel, instead of source by source; None: if not
             on the CPU.
+
+    Attributes:
+        memory: uint8 tensors on the device that hold all numbers.
     """
 
     def __init__(self, device: torch.device, in_one_go: bool | None = None) -> None:
         self.device = device
         self.in_one_go = device.type != "cpu" if in_one_go is None else in_one_go
+        self.memory: list[Tensor] = []
         self._host_B = self._device_B = torch.empty(0, dtype=torch.uint8)
         self._used = 0
 
@@ -54,6 +58,7 @@ class IndexBuffer:
             size = max(CHUNK_BYTES, dense.nbytes)
             self._host_B = host_bytes(size, pinned=self.device.type == "cuda")
             self._device_B = device_bytes(self._host_B, self.device)
+            self.memory.append(self._device_B)
         start = self._used
         stop = self._used + dense.nbytes
         self._host_B.numpy()[start:stop] = dense.view(np.uint8)

@@ -1,4 +1,4 @@
-"""Guard of a count on fake tensors: it launches no kernel, and counts Liger's kernels.
+"""Guards of a count on fake tensors: it launches no kernel, and counts Liger's kernels.
 
 A Triton kernel that gets fake tensors reads and writes addresses that do not exist, which destroys
 the CUDA context of the process. Packages such as Liger and fla make a kernel's results by torch and
@@ -12,16 +12,14 @@ error then.
 import importlib.util
 import sys
 import threading
-import traceback
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
-from pathlib import Path
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
-from unittest.mock import patch
 
-import torch
 from torch import nn
+from transformers.integrations import moe
 
+from hf_distca.memory.stand_ins import grouped_products
 from hf_distca.models.decoder import base_model
 
 _ONE_COUNT = threading.RLock()
@@ -30,13 +28,15 @@ _ONE_COUNT = threading.RLock()
 
 @contextmanager
 def without_launches() -> Iterator[None]:
-    """Make launches of Triton kernels by this thread do nothing; other threads launch as before."""
-    with _ONE_COUNT, ExitStack() as guards:
-        counting = threading.get_ident()
-        for launcher in _launchers():
-            guards.enter_context(
-                patch.object(launcher, "run", _skipped_in(counting, vars(launcher)["run"]))
-            )
+    """Make this thread launch no Triton kernel, and give products of experts their stand-in.
+
+    Other threads compute as before.
+    """
+    launchers = _launchers()
+    with _ONE_COUNT, _restored([*launchers, moe]):
+        for launcher in launchers:
+            launcher.run = _in_this_thread(_launch_nothing, launcher.run)
+        moe._grouped_mm = _in_this_thread(grouped_products, moe._grouped_mm)
         yield
 
 
@@ -57,13 +57,21 @@ def _launchers() -> list[type[Any]]:
     return [launcher for launcher in launchers if "run" in vars(launcher)]
 
 
-def _skipped_in(thread: int, run: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a launcher's `run` that does nothing in a thread."""
+def _in_this_thread(
+    stand_in: Callable[..., Any], function: Callable[..., Any]
+) -> Callable[..., Any]:
+    """Return a function that is a stand-in in this thread, and the given function in others."""
+    counting = threading.get_ident()
 
-    def skipping(*args: Any, **kwargs: Any) -> Any:
-        return None if threading.get_ident() == thread else run(*args, **kwargs)
+    def chosen(*args: Any, **kwargs: Any) -> Any:
+        called = stand_in if threading.get_ident() == counting else function
+        return called(*args, **kwargs)
 
-    return skipping
+    return chosen
+
+
+def _launch_nothing(*_: Any, **__: Any) -> None:
+    pass
 
 
 @contextmanager
@@ -83,9 +91,7 @@ def with_liger(model: nn.Module, config: Mapping[str, Any] | None) -> Iterator[N
     classes = type(base_model(model)).__mro__
     module_names = dict.fromkeys(cls.__module__ for cls in classes)
     files = [sys.modules[name] for name in module_names if "transformers" in name]
-    with ExitStack() as changes:
-        for file in files:
-            changes.enter_context(patch.dict(vars(file)))
+    with _restored(files):
         # Imported late: it imports peft and the trainer's arguments, which take seconds.
         from transformers.integrations.liger import apply_liger_kernel
 
@@ -93,12 +99,16 @@ def with_liger(model: nn.Module, config: Mapping[str, Any] | None) -> Iterator[N
         yield
 
 
-def raised_in(error: BaseException) -> str:
-    """Return the function in which a count ended.
-
-    It is the last one outside of torch, such as a package's kernel.
-    """
-    torch_folder = str(Path(torch.__file__).parent)
-    frames = traceback.extract_tb(error.__traceback__)
-    last = next(frame for frame in reversed(frames) if not frame.filename.startswith(torch_folder))
-    return f"{last.name} of {'/'.join(Path(last.filename).parts[-3:])}"
+@contextmanager
+def _restored(owners: Sequence[Any]) -> Iterator[None]:
+    """Give classes or modules back at the end what they have at the beginning."""
+    before = [dict(vars(owner)) for owner in owners]
+    try:
+        yield
+    finally:
+        for owner, attributes in zip(owners, before, strict=True):
+            for name in [name for name in vars(owner) if name not in attributes]:
+                delattr(owner, name)
+            for name, value in attributes.items():
+                if vars(owner).get(name) is not value:
+                    setattr(owner, name, value)

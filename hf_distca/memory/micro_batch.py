@@ -10,25 +10,20 @@ head dim of values.
 """
 
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
-from unittest.mock import patch
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.hooks import RemovableHandle
-from transformers.integrations import moe
 
-from hf_distca.dispatch import rows
 from hf_distca.dispatch.attention import disaggregated_attention
 from hf_distca.dispatch.bound import BoundPlan, Runtime
 from hf_distca.dispatch.checkpoints import is_recomputation
 from hf_distca.dispatch.recorder import Recorder
-from hf_distca.dispatch.rows import device_bytes
+from hf_distca.dispatch.rows import IndexBuffer
 from hf_distca.kernels import KERNELS, AttentionParams
 from hf_distca.memory.launches import with_liger, without_launches
 from hf_distca.memory.live import LiveMemory, Part
@@ -37,10 +32,8 @@ from hf_distca.memory.stand_ins import (
     CountedExchange,
     CountedResults,
     FlashMemory,
-    grouped_products,
     unequal_chunks,
     unequal_results,
-    without_writes,
 )
 from hf_distca.models.checkpointing import (
     disable_checkpointing,
@@ -50,31 +43,15 @@ from hf_distca.models.checkpointing import (
 from hf_distca.models.decoder import base_model, decoder_layers, text_decoder
 from hf_distca.models.fake import fake_tensors
 from hf_distca.models.mixing import halo_widths
-from hf_distca.patches import chunked_mlp
-from hf_distca.patches import loss as loss_module
+from hf_distca.patches.chunked_mlp import Chunked
+from hf_distca.patches.head import PlannedHead
 from hf_distca.plan import PLAN_KEY, AttentionKind, MicroBatchPlan
 from hf_distca.plan.metrics import bytes_moved
 from hf_distca.planner.settings import PlanSettings
+from hf_distca.run import RunSpec
 
 HOST = torch.device("cpu")
 """Device of fake tensors; sizes are the same on every device."""
-
-
-@dataclass(frozen=True)
-class Use:
-    """Settings of a step that affect memory, besides its model and its plan."""
-
-    kernel: str  # a name of `KERNELS`
-    autocast: torch.dtype | None = (
-        None  # dtype of computation if the weights have another; None without autocast
-    )
-    checkpointing: Mapping[str, Any] | None = (
-        None  # transformers' `activation_checkpointing_kwargs`; None without
-    )
-    liger: Mapping[str, Any] | None = (
-        None  # transformers' `liger_kernel_config`; None without Liger's kernels
-    )
-    accumulates: bool = True  # gradients of earlier micro-batches exist
 
 
 class Peaks(NamedTuple):
@@ -95,18 +72,8 @@ def busiest_rank(plan: MicroBatchPlan, settings: PlanSettings) -> int:
     return int(moved.sum(0)[: settings.ranks].argmax())
 
 
-def count_micro_batch(
-    model: nn.Module, plan: MicroBatchPlan, rank: int, use: Use, *, depth: int | None = None
-) -> dict[Part, int]:
-    """Return peak bytes by part of a micro-batch whose checkpoints stay on the device.
-
-    See `count_peaks`.
-    """
-    return count_peaks(model, plan, rank, use, depth=depth).on_device
-
-
 def count_peaks(
-    model: nn.Module, plan: MicroBatchPlan, rank: int, use: Use, *, depth: int | None = None
+    model: nn.Module, plan: MicroBatchPlan, rank: int, run: RunSpec, *, depth: int | None = None
 ) -> Peaks:
     """Return peak bytes by part during the forward and backward of a micro-batch.
 
@@ -114,7 +81,7 @@ def count_peaks(
     accumulate. No kernel is launched.
 
     Args:
-        model: a model of fake tensors, with prepared layers if the plan needs them; `use` sets its
+        model: a model of fake tensors, with prepared layers if the plan needs them; `run` sets its
             checkpointing.
         depth: decoder layers of the model that is meant, which has the first half of the layers
             again and again; None if these are all. The peak is that of the meant model.
@@ -124,8 +91,8 @@ def count_peaks(
     live = _live_memory(len(layers), depth or len(layers))
     live.belong([*model.parameters(), *model.buffers()], "weights")
     base = base_model(model)
-    _checkpoint(base, use.checkpointing)
-    bound = bound_plan(plan, rank, use, live)
+    _checkpoint(base, run.checkpointing)
+    bound = bound_plan(plan, rank, run, live)
     for nano in bound.nano_batches:  # made now, since tables cannot be made of fake tensors
         nano.cuts.bind(halo_widths(base))
 
@@ -143,18 +110,15 @@ def count_peaks(
         assert parameter.grad is not None
         live.belong([parameter.grad], "gradients")
 
-    # 3. What would launch a kernel, or read a number, is replaced while the step runs.
+    # 3. Nothing is launched while the step runs. Of equal chunks few are computed.
     first: Any = next(model.parameters())
     mode: FakeTensorMode = first.fake_mode
-    replaced = (
-        patch.object(moe, "_grouped_mm", grouped_products),
-        patch.object(loss_module, "chunk_starts", unequal_chunks),
-        patch.object(chunked_mlp, "results_of_chunks", unequal_results),
-    )
-    guards = without_launches(), with_liger(model, use.liger), without_writes()
-    with ExitStack() as counting:
-        for context in (*guards, *replaced, mode, live):
-            counting.enter_context(context)
+    for module in model.modules():
+        if isinstance(module, Chunked):
+            module.run_chunks = unequal_results
+        if isinstance(module, PlannedHead):
+            module.chunk_starts = unequal_chunks
+    with without_launches(), with_liger(model, run.liger), mode, live:
         # 4. Gradients of an earlier micro-batch.
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         hooks = [
@@ -162,7 +126,7 @@ def count_peaks(
         ]
         with live.making("gradients"):
             for parameter in trained:
-                parameter.grad = torch.empty_like(parameter) if use.accumulates else None
+                parameter.grad = torch.empty_like(parameter) if run.accumulates else None
         # 5. The step, whose peak is the result.
         live.begin()
         names = ("input_ids", "position_ids", "labels", "shift_labels")
@@ -170,7 +134,7 @@ def count_peaks(
         targets = torch.ones((), dtype=torch.long)
         hooks.append(text_decoder(base).register_forward_hook(decoder_ended))
         hooks += _tell_halves(layers, live)
-        with torch.autocast(HOST.type, dtype=use.autocast, enabled=use.autocast is not None):
+        with torch.autocast(HOST.type, dtype=torch.bfloat16, enabled=run.autocasts):
             loss = model(
                 **batch, use_cache=False, num_items_in_batch=targets, **{PLAN_KEY: bound}
             ).loss
@@ -183,15 +147,15 @@ def count_peaks(
 
 
 def count_core_attention(
-    plan: MicroBatchPlan, kind: AttentionKind, dtype: torch.dtype, rank: int, use: Use
+    plan: MicroBatchPlan, kind: AttentionKind, dtype: torch.dtype, rank: int, run: RunSpec
 ) -> dict[Part, int]:
     """Return peak bytes by part of one layer's core attention on its own.
 
     Exchange buffers count even if unused.
     """
     live = LiveMemory()
-    bound = bound_plan(plan, rank, use, live)
-    with without_launches(), without_writes(), fake_tensors(), live:
+    bound = bound_plan(plan, rank, run, live)
+    with without_launches(), fake_tensors(), live:
         run_core_attention(bound, kind, dtype)
     return parts_of_a_step(live.peak, bound)
 
@@ -225,28 +189,19 @@ def parts_of_a_step(peak: Mapping[Part, int], bound: BoundPlan) -> dict[Part, in
     return parts
 
 
-def bound_plan(plan: MicroBatchPlan, rank: int, use: Use, live: LiveMemory) -> BoundPlan:
+def bound_plan(plan: MicroBatchPlan, rank: int, run: RunSpec, live: LiveMemory) -> BoundPlan:
     """Return a plan bound to a rank, whose row numbers, exchanges and kept results are counted."""
-    on_cpu = use.kernel in ("cpu", "reference")
+    on_cpu = run.plans.kernel in ("cpu", "reference")
     runtime = Runtime(
         HOST,
         CountedExchange(live),
-        KERNELS[use.kernel]() if on_cpu else FlashMemory(),
+        KERNELS[run.plans.kernel]() if on_cpu else FlashMemory(),
         Recorder(HOST),
         functions={} if on_cpu else COUNTED_FUNCTIONS,
     )
-    row_numbers: list[Tensor] = []
-
-    def noted_bytes(host_B: Tensor, device: torch.device) -> Tensor:
-        row_numbers.append(device_bytes(host_B, device))
-        return row_numbers[-1]
-
-    # A mode that sees each of many small tensors would take longer than the binding.
-    with patch.object(rows, "device_bytes", noted_bytes):
-        bound = BoundPlan(
-            plan, rank, runtime, kept_results=CountedResults(live), in_one_go=not on_cpu
-        )
-    live.belong(row_numbers, "plan")
+    buffer = IndexBuffer(HOST, in_one_go=not on_cpu)
+    bound = BoundPlan(plan, rank, runtime, kept_results=CountedResults(live), buffer=buffer)
+    live.belong(buffer.memory, "plan")
     return bound
 
 

@@ -1,20 +1,17 @@
-"""Stand-ins for GPU kernels and other ranks in a step that is only counted.
+"""Stand-ins in a step that is only counted: for kernels, other ranks, and chunks like others.
 
 Shape suffixes: Q packed query rows, K packed key/value rows, H query heads, G key/value heads, D
 head dim of queries and keys, E head dim of values, R rows of a token for each of its experts, X
 experts, I inputs, O outputs.
 """
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable, Sequence
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch import Tensor
 
-from hf_distca.dispatch import exchange, executor
 from hf_distca.dispatch.checkpoints import KeptResults
 from hf_distca.dispatch.exchange import Exchange, ExchangeBuffer, Route
 from hf_distca.dispatch.waits import Waits
@@ -142,21 +139,6 @@ class _GroupedProducts(torch.autograd.Function):
         return torch.empty_like(rows_RI), torch.empty_like(weights_XIO)
 
 
-@contextmanager
-def without_writes() -> Iterator[None]:
-    """Make functions do nothing that only write to tensors: they take time and no memory."""
-    with (
-        patch.object(torch.ops.hf_distca, "sum_rows", _write_nothing),
-        patch.object(executor, "merge_rows", _write_nothing),
-        patch.object(exchange, "copy_rows", _write_nothing),
-    ):
-        yield
-
-
-def _write_nothing(*_: Any) -> None:
-    pass
-
-
 def unequal_chunks(count: int, rows: int) -> Sequence[int]:
     """Return the first rows of the loss's chunks, without chunks that take the memory of others.
 
@@ -211,7 +193,7 @@ class CountedExchange(Exchange):
 
     def __init__(self, live: LiveMemory) -> None:
         groups: Any = SimpleNamespace(
-            exchange=_NoGroup(), node=_NoGroup(), closed=False, waits=Waits.alone()
+            exchange=_NoGroup(), node=_NoGroup(), closed=False, waits=Waits()
         )
         super().__init__(groups)
         self._live = live

@@ -30,6 +30,8 @@ from hf_distca.refusal import RefusedError
 
 logger = logging.getLogger(__name__)
 
+RunChunks = Callable[[Sequence[Tensor], Callable[[int], Tensor]], list[Tensor]]
+"""Function that returns the results of chunks; it gets them, and what computes one by its index."""
 NORMS = ("RMSNorm", "LayerNorm", "L2Norm")
 """Ends of the names of classes that normalise each row alone."""
 
@@ -83,10 +85,20 @@ def chunk_layers(model: nn.Module, rows: int) -> None:
             divide(module, _ChunkedNorm)
 
 
-class _ChunkedMLP(nn.Module):
-    """Base that precedes an MLP's own class."""
+def results_of_chunks(chunks: Sequence[Tensor], compute: Callable[[int], Tensor]) -> list[Tensor]:
+    """Return the results of chunks; `compute` takes the index of a chunk."""
+    return [compute(index) for index in range(len(chunks))]
 
-    chunk_rows: int
+
+class Chunked(nn.Module):
+    """Base of modules that compute chunks of rows."""
+
+    chunk_rows: int  # most rows of a chunk
+    run_chunks: RunChunks = staticmethod(results_of_chunks)
+
+
+class _ChunkedMLP(Chunked):
+    """Base that precedes an MLP's own class."""
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         compute: Callable[..., Tensor] = super().forward
@@ -97,14 +109,12 @@ class _ChunkedMLP(nn.Module):
             return compute(chunk, *args, **kwargs)
 
         if torch.is_grad_enabled() and x.requires_grad:
-            return _saved_before_chunks(compute_chunk, x, self.chunk_rows)
-        return _in_chunks(compute_chunk, x, self.chunk_rows, -2)
+            return _saved_before_chunks(compute_chunk, x, self)
+        return _in_chunks(compute_chunk, x, self, -2)
 
 
-class _ChunkedNorm(nn.Module):
+class _ChunkedNorm(Chunked):
     """Base that precedes a norm's own class."""
-
-    chunk_rows: int
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         compute: Callable[..., Tensor] = super().forward
@@ -113,29 +123,24 @@ class _ChunkedNorm(nn.Module):
         others = args or kwargs  # such as a gate, whose rows would have to be divided too
         if others or x.shape[dim] <= self.chunk_rows:
             return compute(x, *args, **kwargs)
-        return _in_chunks(compute, x, self.chunk_rows, dim)
+        return _in_chunks(compute, x, self, dim)
 
 
-def _in_chunks(compute: Callable[[Tensor], Tensor], x: Tensor, rows: int, dim: int) -> Tensor:
-    """Compute chunks of rows, each checkpointed if gradients are on."""
+def _in_chunks(compute: Callable[[Tensor], Tensor], x: Tensor, module: Chunked, dim: int) -> Tensor:
+    """Compute chunks of rows of a module, each checkpointed if gradients are on."""
     if torch.is_grad_enabled():
         compute = partial(checkpoint, compute, use_reentrant=False)
-    chunks = torch.split(x, rows, dim)
-    return torch.cat(results_of_chunks(chunks, lambda index: compute(chunks[index])), dim)
+    chunks = torch.split(x, module.chunk_rows, dim)
+    return torch.cat(module.run_chunks(chunks, lambda index: compute(chunks[index])), dim)
 
 
-def results_of_chunks(chunks: Sequence[Tensor], compute: Callable[[int], Tensor]) -> list[Tensor]:
-    """Return the results of chunks; `compute` takes the index of a chunk."""
-    return [compute(index) for index in range(len(chunks))]
-
-
-def _saved_before_chunks(compute: Callable[[Tensor], Tensor], x: Tensor, rows: int) -> Tensor:
-    """Compute checkpointed chunks of rows; save the rows once, before all chunks."""
-    kept = _KeptRows(rows)
+def _saved_before_chunks(compute: Callable[[Tensor], Tensor], x: Tensor, module: Chunked) -> Tensor:
+    """Compute checkpointed chunks of rows of a module; save the rows once, before all chunks."""
+    kept = _KeptRows(module.chunk_rows)
     keep: Any = _Keep.apply
     unpack: Any = _Unpack.apply
     x = keep(kept, x)
-    kept.chunks = torch.split(x, rows, -2)
+    kept.chunks = torch.split(x, module.chunk_rows, -2)
 
     def compute_chunk(index: int) -> Tensor:
         return compute(kept.chunks[index])
@@ -143,7 +148,7 @@ def _saved_before_chunks(compute: Callable[[Tensor], Tensor], x: Tensor, rows: i
     # Checkpoints of some versions of torch save an empty tensor, for which a checkpoint around them
     # would wait.
     with saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
-        computed = results_of_chunks(
+        computed = module.run_chunks(
             kept.chunks, partial(checkpoint, compute_chunk, use_reentrant=False)
         )
     kept.chunks = ()

@@ -34,6 +34,7 @@ from hf_distca.patches.loss import (
     apply_steps,
     as_autocast,
     chosen_chunk_bytes,
+    chunk_starts,
     loss_of_head,
     loss_of_linear,
 )
@@ -133,6 +134,7 @@ class PlannedHead(nn.Module):
     chunk_bytes = 0  # most bytes of a chunk's logits in float32; 0 for all logits at once
     defers = False  # whether calls return deferred logits
     ran: Ran | None = None  # notes of the planned step whose forward runs
+    chunk_starts = staticmethod(chunk_starts)
     is_plain: bool  # whether the head is just a linear layer
     # With tensor parallelism, the forward in which each rank computes a share of the vocabulary.
     forward_in_shares: Forward | None = None
@@ -240,7 +242,8 @@ class PlannedHead(nn.Module):
 
         def task(forward: Forward, states: Tensor) -> Tensor:
             if self.is_plain:
-                return loss_of_linear(states, self.weight, self.bias, *arguments)
+                others = *arguments, self.chunk_starts
+                return loss_of_linear(states, self.weight, self.bias, *others)
             return loss_of_head(forward, states, *arguments)
 
         return self._call(hidden, task)

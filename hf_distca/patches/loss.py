@@ -41,6 +41,10 @@ Watch = Callable[[Tensor, Tensor, Tensor], None]
 of each chunk."""
 
 
+ChunkStarts = Callable[[int, int], Sequence[int]]
+"""Function of the number of rows, and of the most rows of a chunk: the first row of each chunk."""
+
+
 def chosen_chunk_bytes(memory: int | None, vocabulary: int) -> int:
     """Return the bytes of a chunk's float32 logits for a GPU with so many bytes of memory.
 
@@ -117,12 +121,16 @@ def loss_of_linear(
     steps: Sequence[Step],
     rows: int,
     watch: Watch | None = None,
+    starts: ChunkStarts = chunk_starts,
 ) -> Tensor:
     """Return the sum of the cross entropies of rows for a linear head; the backward can run once.
 
-    The last arguments are those of `loss_of_head`.
+    The other arguments are those of `loss_of_head`.
+
+    Args:
+        starts: returns the first rows of the chunks that are computed.
     """
-    others = target_T, ignore_index, steps, rows, watch
+    others = target_T, ignore_index, steps, rows, watch, starts(len(hidden_TD), rows)
     loss: Tensor = _OfLinear.apply(hidden_TD, weight_VD, bias_V, torch.is_grad_enabled(), *others)
     return loss
 
@@ -139,7 +147,7 @@ class _OfLinear(torch.autograd.Function):
         trains: bool,
         *others: Any,
     ) -> Tensor:
-        target_T, ignore_index, steps, rows, watch = others
+        target_T, ignore_index, steps, rows, watch, starts = others
         needs = [trains and needed for needed in ctx.needs_input_grad[:3]]
         # The head's gradients are added up in at least float32.
         summed = torch.promote_types(weight_VD.dtype, torch.float32)
@@ -154,7 +162,7 @@ class _OfLinear(torch.autograd.Function):
         bias_V = None if bias_V is None else as_autocast(bias_V)
         count = len(hidden_TD)
         losses_N = hidden_TD.new_empty(-(-count // rows), dtype=summed)
-        for start in chunk_starts(count, rows):
+        for start in starts:
             chunk = slice(start, start + rows)
             target_C = target_T[chunk]
             logits_CV = functional.linear(hidden_TD[chunk], weight_VD, bias_V)
@@ -205,4 +213,4 @@ class _OfLinear(torch.autograd.Function):
         ctx.gradients = None
         return *(None if gradient is None else gradient.mul_(grad) for gradient in gradients), *[
             None
-        ] * 6
+        ] * 7

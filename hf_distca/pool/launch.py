@@ -8,6 +8,8 @@ import logging
 import os
 import sys
 import time
+from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -20,7 +22,6 @@ from torch.cuda import device_count, is_available
 
 from hf_distca.config import DistCAConfig
 from hf_distca.dispatch.dispatcher import Dispatcher
-from hf_distca.dispatch.signs import StoreLine
 from hf_distca.pool.child import serve_from_child
 from hf_distca.pool.directory import Directory
 from hf_distca.pool.nixl import address_towards
@@ -28,7 +29,7 @@ from hf_distca.pool.rank.pool import Pool
 from hf_distca.pool.token import make_token, parse_address, read_token, write_token
 from hf_distca.pool.transport import Choice, Memory, make_memory
 from hf_distca.refusal import RefusedError
-from hf_distca.waiting import wait_until
+from hf_distca.waiting import in_thread, wait_until
 
 logger = logging.getLogger(__name__)
 
@@ -94,14 +95,12 @@ def split_launch(servers: int, *, cpu: bool) -> Launch:
     # 1. Every process learns why some server cannot work, so that all of them raise.
     if rank >= ranks:
         store.set(f"error of {rank}", _missing_gpu(rank, local_rank, device))
-    line = StoreLine(store)
     for server in range(ranks, world):
         name = f"the attention server in process {server} of this launch to start"
         remedy = "look at the output of that process; `WORLD_SIZE` processes must be launched"
-        error = _wait_for_value(line, f"error of {server}", name, START_S, remedy)
+        error = _wait_for_value(store, f"error of {server}", name, START_S, remedy)
         if error:
             raise RefusedError(error)
-    line.close(STORE_S)
 
     # 2. A server forgets the process group.
     if rank >= ranks:
@@ -161,7 +160,6 @@ def serve_if_server(launch: Launch | None, timeout_s: float, kernel: str) -> Non
         return
     store = launch.store
     assert store is not None  # only a saved launch has none
-    line = StoreLine(store)
 
     # 1. Wait for what rank 0 leaves in the store. If ranks fail, the launcher ends this process.
     name = "rank 0 to make its trainer, in an attention server of the launch"
@@ -170,7 +168,7 @@ def serve_if_server(launch: Launch | None, timeout_s: float, kernel: str) -> Non
         "done"
     )
     address, token, transport = (
-        _wait_for_value(line, key, name, TRAINER_S, remedy)
+        _wait_for_value(store, key, name, TRAINER_S, remedy)
         for key in ("address", "token", "transport")
     )
 
@@ -188,9 +186,11 @@ def serve_if_server(launch: Launch | None, timeout_s: float, kernel: str) -> Non
     for option, value in options.items():
         command += [option, value]
 
+    ended_is_there = _asking_for(store, "ended")
+
     def has_ended() -> bool:
         try:
-            return line.ask(lambda store: store.check(["ended"]), STORE_S)
+            return ended_is_there()
         except TimeoutError:  # the process that has the store is stopped
             return False
         except dist.DistError:  # the process that has the store is gone, and rank 0 with it
@@ -200,7 +200,25 @@ def serve_if_server(launch: Launch | None, timeout_s: float, kernel: str) -> Non
     raise SystemExit(0)
 
 
-def _wait_for_value(line: StoreLine, key: str, name: str, limit_s: float, remedy: str) -> str:
+def _asking_for(store: dist.Store, key: str) -> Callable[[], bool]:
+    """Return a function that asks the launch's store whether it has a key.
+
+    A call to a store blocks for ever while the store's process is stopped. The function raises
+    TimeoutError then, and the next call waits for the same answer.
+    """
+    asked: Future[bool] | None = None
+
+    def is_there() -> bool:
+        nonlocal asked
+        asked = asked or in_thread(lambda: store.check([key]))
+        answer = asked.result(STORE_S)
+        asked = None
+        return answer
+
+    return is_there
+
+
+def _wait_for_value(store: dist.Store, key: str, name: str, limit_s: float, remedy: str) -> str:
     """Return a value of the launch's store as soon as it is there.
 
     WaitError: it is not there within `limit_s`.
@@ -209,10 +227,11 @@ def _wait_for_value(line: StoreLine, key: str, name: str, limit_s: float, remedy
         name: whom this process waits for.
         remedy: what to do if the value does not come.
     """
+    value_is_there = _asking_for(store, key)
 
     def is_there(within_s: float) -> bool:
         try:
-            if line.ask(lambda store: store.check([key]), STORE_S):
+            if value_is_there():
                 return True
         except TimeoutError:
             logger.warning(
@@ -223,7 +242,7 @@ def _wait_for_value(line: StoreLine, key: str, name: str, limit_s: float, remedy
         return False
 
     wait_until(is_there, name, limit_s, remedy)
-    return line.ask(lambda store: store.get(key), STORE_S).decode()
+    return in_thread(lambda: store.get(key)).result(STORE_S).decode()
 
 
 def open_pool(

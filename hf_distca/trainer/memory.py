@@ -1,7 +1,9 @@
 """Log the device memory that training will take, once before training begins."""
 
 import logging
+import traceback
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -10,7 +12,6 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from hf_distca.memory.counter import MemoryCounter, longest_documents
-from hf_distca.memory.launches import raised_in
 from hf_distca.models.checkpointing import CHECKPOINTING, checkpointing_options
 from hf_distca.models.decoder import base_model, decoder_layers
 from hf_distca.models.tensor_parallel import is_divided_at_load
@@ -66,6 +67,17 @@ def log_memory(model: nn.Module, run: RunSpec, memory: int) -> CountedMemory | N
         listed,
     )
     return total
+
+
+def raised_in(error: BaseException) -> str:
+    """Return the function in which a count ended.
+
+    It is the last one outside of torch, such as a package's kernel.
+    """
+    torch_folder = str(Path(torch.__file__).parent)
+    frames = traceback.extract_tb(error.__traceback__)
+    last = next(frame for frame in reversed(frames) if not frame.filename.startswith(torch_folder))
+    return f"{last.name} of {'/'.join(Path(last.filename).parts[-3:])}"
 
 
 def warn_of_memory(counted: CountedMemory, offloaded: int) -> None:

@@ -450,9 +450,9 @@ class DistCAMixin(PlannedTraining):
         Labels are unshifted: the prediction of a token is for the label after it. The first label
         of a document is -100.
         """
-        failures = self.dispatcher.groups.failures
+        waits = self.dispatcher.groups.waits
         try:
-            with failures.reported("the start of a prediction"):
+            with waits.watched("the start of a prediction"):
                 return super().predict(*args, **kwargs)
         finally:
             self._upcoming_evaluated.close()

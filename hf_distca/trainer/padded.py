@@ -73,7 +73,7 @@ class DistCAPaddedMixin(PlannedTraining):
     def _one_micro_batch(self) -> OneMicroBatch | None:
         """Return why a padded batch must be one micro-batch in training; None if it need not be."""
         args: Any = self.args
-        if gathers_whole_layers(self.model, self.args, self.dispatcher, self.accelerator):
+        if gathers_whole_layers(self.model, self.dispatcher.run, self.accelerator):
             return OneMicroBatch(
                 "ZeRO-3 gathers whole layers",
                 "else set ping_pong=False and mlp_chunk_rows=0, and train models whose layers all "

@@ -140,7 +140,7 @@ class PlannedTraining(_Trainer):
         parallel.forget_evaluation(self.model_wrapped, self.accelerator)
         groups = self.dispatcher.groups
         try:
-            with groups.failures.reported("the start of training"):
+            with groups.waits.watched("the start of training"):
                 checkpoint = resuming.agreed_checkpoint(resume_from_checkpoint, self)
                 with self._continuation.of(checkpoint, self.args):
                     self._prepare_training(checkpoint)
@@ -246,8 +246,8 @@ class PlannedTraining(_Trainer):
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
         """Evaluate as `Trainer.evaluate` does; an error names the rank that failed."""
-        failures = self.dispatcher.groups.failures
-        with failures.reported("the start of an evaluation"):
+        waits = self.dispatcher.groups.waits
+        with waits.watched("the start of an evaluation"):
             return super().evaluate(*args, **kwargs)
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> EvalLoopOutput:

@@ -18,9 +18,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from hf_distca.dispatch import groups as groups_module
 from hf_distca.dispatch.dispatcher import Dispatcher
-from hf_distca.dispatch.failures import Failures, OtherRankError
 from hf_distca.dispatch.groups import Groups, mesh_ranks, raised_together, ranks_per_node
-from hf_distca.dispatch.waits import RankLost, Waits
+from hf_distca.dispatch.waits import OtherRankError, RankLost, Waits
 from hf_distca.planner.settings import PlanSettings
 from hf_distca.refusal import RefusedError
 from hf_distca.trainer.resuming import FullDiskError
@@ -243,7 +242,7 @@ def _two_by_two() -> None:
     groups.meet()
     assert store.add("come", 0) == 4
     # Rank 0 fails and takes the others with it, whichever mesh they are in.
-    error = raised(groups.failures, KeyError("text") if rank == 0 else LOST)
+    error = raised(groups.waits, KeyError("text") if rank == 0 else LOST)
     assert str(error) == ("'text'" if rank == 0 else "rank 0 failed: KeyError: 'text'")
 
 
@@ -329,31 +328,31 @@ BOOM = ValueError("boom")
 REFUSED = RefusedError("x is set")
 
 
-def failures_of(rank: int, ranks: int, store: dist.Store | None) -> Failures:
-    return Failures(Waits(store, rank, ranks, 1.0), wait_s=0.2)
+def waits_of(rank: int, ranks: int, store: dist.Store | None) -> Waits:
+    return Waits(store, rank, ranks, 1.0)
 
 
-def raised(failures: Failures, error: Exception, evaluates: bool = False) -> Exception:
+def raised(waits: Waits, error: Exception, evaluates: bool = False) -> Exception:
     """What is raised where the error is, here or in a second evaluation: itself, or one that has it
     as its cause.
     """
     try:
-        with failures.reported():
+        with waits.watched():
             if evaluates:
-                with failures.reported():
+                with waits.watched():
                     pass
-                with failures.reported():
+                with waits.watched():
                     raise error
             raise error
     except Exception as error:
         return error
 
 
-def left_behind(error: Exception) -> tuple[Failures, dist.Store]:
+def left_behind(error: Exception) -> tuple[Waits, dist.Store]:
     """Rank 0 of three, once rank 1 has failed with the error, and their store."""
     store = dist.HashStore()
-    assert raised(failures_of(1, 3, store), error) is error
-    return failures_of(0, 3, store), store
+    assert raised(waits_of(1, 3, store), error) is error
+    return waits_of(0, 3, store), store
 
 
 @pytest.mark.parametrize(
@@ -367,21 +366,21 @@ def left_behind(error: Exception) -> tuple[Failures, dist.Store]:
     ids=["lost", "pair", "NCCL", "network"],
 )
 def test_a_rank_that_lost_its_partner_says_why(lost):
-    failures, store = left_behind(KeyError("text"))
-    error = raised(failures, lost)
+    waits, store = left_behind(KeyError("text"))
+    error = raised(waits, lost)
     assert type(error) is OtherRankError
     assert str(error) == "rank 1 failed: KeyError: 'text'"
     # Where this rank lost the other says no more.
     assert error.__suppress_context__
     assert error.__cause__ is None
     # What rank 0 only reports is not reported again as an error of its own.
-    assert str(raised(failures_of(2, 3, store), LOST)) == "rank 1 failed: KeyError: 'text'"
+    assert str(raised(waits_of(2, 3, store), LOST)) == "rank 1 failed: KeyError: 'text'"
 
 
 @pytest.mark.parametrize("error", [ValueError(str(LOST)), RuntimeError("shapes differ")])
 def test_an_error_of_its_own_stays(error):
-    failures, _ = left_behind(BOOM)
-    assert raised(failures, error) is error
+    waits, _ = left_behind(BOOM)
+    assert raised(waits, error) is error
 
 
 def store_that_is_gone():
@@ -400,35 +399,34 @@ def store_that_is_gone():
     ids=["no error left", "store gone"],
 )
 def test_a_loss_without_another_error(make_store, message):
-    store = make_store()
-    assert raised(failures_of(0, 2, store), BOOM) is BOOM
-    error = raised(failures_of(0, 2, store), LOST)
+    assert raised(waits_of(0, 2, make_store()), BOOM) is BOOM
+    error = raised(waits_of(0, 2, make_store()), LOST)
     assert type(error) is RankLost
     assert error.__cause__ is LOST
     assert re.search(message, str(error))
 
 
 def test_errors_of_a_single_rank_stay():
-    assert raised(failures_of(0, 2, None), BOOM) is BOOM
-    assert raised(failures_of(0, 2, None), LOST) is LOST
+    assert raised(waits_of(0, 2, None), BOOM) is BOOM
+    assert raised(waits_of(0, 2, None), LOST) is LOST
 
 
 def test_what_failed_before_is_forgotten_and_an_evaluation_belongs_to_its_training():
-    failures, _ = left_behind(BOOM)
-    with failures.reported():
+    waits, _ = left_behind(BOOM)
+    with waits.watched():
         pass
-    assert type(raised(failures, LOST)) is RankLost
-    failures, _ = left_behind(BOOM)
-    error = raised(failures, LOST, evaluates=True)
+    assert type(raised(waits, LOST)) is RankLost
+    waits, _ = left_behind(BOOM)
+    error = raised(waits, LOST, evaluates=True)
     assert str(error) == "rank 1 failed: ValueError: boom"
 
 
 def test_an_error_that_several_ranks_have_is_reported_by_the_first():
     full = FullDiskError("disk full: out is incomplete")
-    failures, store = left_behind(full)
-    for error in (raised(failures, full), raised(failures_of(2, 3, store), full)):
+    waits, store = left_behind(full)
+    for error in (raised(waits, full), raised(waits_of(2, 3, store), full)):
         assert type(error) is OtherRankError
         assert str(error) == "rank 1 failed: disk full: out is incomplete"
     # What all ranks raise stays the error of each.
-    failures, _ = left_behind(REFUSED)
-    assert raised(failures, REFUSED) is REFUSED
+    waits, _ = left_behind(REFUSED)
+    assert raised(waits, REFUSED) is REFUSED

@@ -9,16 +9,17 @@ from types import MethodType, ModuleType
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers.integrations import liger
+from transformers.integrations import liger, moe
 from transformers.models.llama import modeling_llama
 
 from hf_distca.config import DistCAConfig
 from hf_distca.memory.counter import MemoryCounter, Training
-from hf_distca.memory.launches import raised_in, without_launches
-from hf_distca.memory.micro_batch import Use, count_micro_batch
+from hf_distca.memory.launches import without_launches
+from hf_distca.memory.micro_batch import Use, count_peaks
 from hf_distca.models.fake import fake_tensors, model_after
 from hf_distca.planner.micro_batch import plan_micro_batch
 from hf_distca.planner.settings import PlanSettings
+from hf_distca.trainer.memory import raised_in
 from tests.models_and_batches import SMALL, small_kinds, small_model
 
 triton = pytest.importorskip("triton")
@@ -93,9 +94,9 @@ def liger_kernel(monkeypatch) -> None:
 
 def test_a_count_launches_no_kernel_that_a_model_has(launches, monkeypatch):
     """As where Liger has changed transformers in the process before."""
-    stock = count_micro_batch(model_after(small_model()), PLAN, 0, Use("torch_varlen"))
+    stock = count_peaks(model_after(small_model()), PLAN, 0, Use("torch_varlen")).on_device
     monkeypatch.setattr(modeling_llama.LlamaMLP, "forward", _mlp)
-    counted = count_micro_batch(model_after(small_model()), PLAN, 0, Use("torch_varlen"))
+    counted = count_peaks(model_after(small_model()), PLAN, 0, Use("torch_varlen")).on_device
     assert launches == []
     # In each layer the model's own MLP also keeps its activation.
     assert stock["activations"] - counted["activations"] == LAYERS * TOKENS * INTERMEDIATE * 4
@@ -118,6 +119,19 @@ def test_other_threads_launch_while_a_thread_counts(launches):
         raise KeyError
     _multiply[(1,)]()
     assert launches == 2 * ["JITFunction"]
+
+
+def test_other_threads_multiply_by_experts_while_a_thread_counts():
+    rows, weights, ends = torch.ones(2, 4), torch.ones(1, 4, 4), torch.tensor([2]).int()
+    results = []
+    with without_launches():
+        other = threading.Thread(
+            target=lambda: results.append(moe._grouped_mm(rows, weights, offs=ends))
+        )
+        other.start()
+        other.join()
+    assert results[0].tolist() == [[4.0] * 4] * 2
+    assert moe._grouped_mm(rows, weights, offs=ends).tolist() == [[4.0] * 4] * 2
 
 
 def _launch(x: Tensor) -> int:

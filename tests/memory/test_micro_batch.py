@@ -22,7 +22,6 @@ from hf_distca.memory.micro_batch import (
     bound_plan,
     busiest_rank,
     count_core_attention,
-    count_micro_batch,
     count_peaks,
     run_core_attention,
 )
@@ -66,9 +65,9 @@ KEPT_O = TOKENS * (HIDDEN + HEADS) * 4
 
 def counted(use: Use, *, dtype: torch.dtype = torch.float32, **config) -> dict[str, int]:
     model = model_of_config(AutoConfig.for_model("llama", **SMALL | config), dtype)
-    return count_micro_batch(
+    return count_peaks(
         model, plan_micro_batch([TOKENS], PlanSettings(1, TOKENS, small_kinds())), 0, use
-    )
+    ).on_device
 
 
 def test_checkpointed_layers():
@@ -97,7 +96,7 @@ def test_a_few_chunks_of_the_loss_take_what_all_take(monkeypatch, model_type, us
         monkeypatch.setattr(
             micro_batch, "unequal_chunks", lambda *counts: kept.append(chosen(*counts)) or kept[-1]
         )
-        return count_micro_batch(model, plan_micro_batch([TOKENS], settings), 0, use)
+        return count_peaks(model, plan_micro_batch([TOKENS], settings), 0, use).on_device
 
     few, all_chunks = parts(unequal_chunks), parts(lambda count, rows: range(0, count, rows))
     assert few == all_chunks
@@ -144,7 +143,7 @@ def test_exchange_buffers_of_a_step_count_although_the_backward_makes_some_of_th
     plan = plan_micro_batch([900, 500, 300, 200, 100, 40], settings)
     model = model_of_config(AutoConfig.for_model("llama", **SMALL), torch.float32)
     plan_layers(model)
-    parts = [count_micro_batch(model, plan, rank, FLASH) for rank in (0, 1)]
+    parts = [count_peaks(model, plan, rank, FLASH).on_device for rank in (0, 1)]
     assert [bytes_by_part["exchange buffers"] for bytes_by_part in parts] == [77824, 151552]
     assert all("backward" not in bytes_by_part for bytes_by_part in parts)
 
@@ -198,7 +197,9 @@ def test_mixing_layers_take_what_their_kernels_take(model_type, monkeypatch):
         model = model_of_config(tiny_config(model_type), torch.float32)
         settings = PlanSettings(2, TOKENS, tuple(layers_by_kind(model)), document_layout="joint")
         plan_layers(model)
-        parts = count_micro_batch(model, plan_micro_batch(documents, settings), 1, CHECKPOINTING)
+        parts = count_peaks(
+            model, plan_micro_batch(documents, settings), 1, CHECKPOINTING
+        ).on_device
         states.append(parts["kept O"])
     shape = model_shape(model).mixing
     # Of a document that is cut a checkpointed layer keeps the halo and the state before the
@@ -291,7 +292,7 @@ def test_models_of_experts_are_counted_without_values(monkeypatch, model_type):
     )
     model = model_of_config(tiny_config(model_type), torch.float32)
     settings = PlanSettings(1, TOKENS, tuple(layers_by_kind(model)))
-    parts = count_micro_batch(model, plan_micro_batch([TOKENS], settings), 0, CHECKPOINTING)
+    parts = count_peaks(model, plan_micro_batch([TOKENS], settings), 0, CHECKPOINTING).on_device
     assert parts["gradients"] == 4 * model.num_parameters()
 
 
@@ -349,12 +350,12 @@ def test_a_copy_of_a_model_takes_what_the_model_does():
     plan = plan_micro_batch([TOKENS], PlanSettings(1, TOKENS, small_kinds()))
     model = small_model()
     expected = counted(CHECKPOINTING)
-    assert count_micro_batch(model_after(model), plan, 0, CHECKPOINTING) == expected
+    assert count_peaks(model_after(model), plan, 0, CHECKPOINTING).on_device == expected
     forward = model.forward
     model.forward = lambda *args, **kwargs: forward(
         *args, **kwargs
     )  # as a fused loss puts it on a model
-    assert count_micro_batch(model_after(model), plan, 0, CHECKPOINTING) == expected
+    assert count_peaks(model_after(model), plan, 0, CHECKPOINTING).on_device == expected
 
 
 @pytest.mark.parametrize("checkpointing", [None, {}], ids=["plain", "checkpointing"])

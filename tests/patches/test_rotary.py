@@ -13,7 +13,7 @@ from transformers import AutoConfig
 
 from hf_distca import Dispatcher, DistCAConfig, make_dispatcher, plan_settings
 from hf_distca.memory.counter import MemoryCounter, Training
-from hf_distca.memory.micro_batch import Use, count_micro_batch
+from hf_distca.memory.micro_batch import Use, count_peaks
 from hf_distca.models.checkpointing import enable_checkpointing
 from hf_distca.models.fake import model_after, model_of_config
 from hf_distca.models.refusals import Models
@@ -265,7 +265,7 @@ def test_memory_is_counted(kind):
         plan = plan_micro_batch([BEYOND + 9, BEYOND, 3], settings)
         if counts:
             prepare_model(made, DistCAConfig(loss_chunk_bytes=0), ping_pong=False)
-            counts.append(count_micro_batch(model_after(made), plan, 0, Use("torch_varlen")))
+            counts.append(count_peaks(model_after(made), plan, 0, Use("torch_varlen")).on_device)
         else:
             counter = MemoryCounter(
                 made, settings, DistCAConfig(loss_chunk_bytes=0), by_config=True

@@ -14,6 +14,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 from contextlib import nullcontext, suppress
 from pathlib import Path
 from unittest.mock import Mock, patch
@@ -31,6 +32,7 @@ from hf_distca.pool import child, nixl
 from hf_distca.pool import launch as launches
 from hf_distca.pool.child import STARTS, serve_from_child
 from hf_distca.pool.launch import TOKEN_FILE, Launch, open_pool, serve_if_server, split_launch
+from hf_distca.waiting import in_thread
 from tests.launch import run_in_forks
 from tests.models_and_batches import small_kinds
 from tests.pool.ends import CPU, ServeCommand, needs_nixl, wait_until
@@ -327,10 +329,17 @@ def test_arguments_are_made_in_a_server_and_whoever_asks_for_its_device_lets_it_
     assert not ends[0]()
     launch.store.set("ended", "")
     assert ends[0]()
-    monkeypatch.setattr(launches.StoreLine, "ask", Mock(side_effect=TimeoutError))
-    assert ends[0]() is False
-    monkeypatch.setattr(launches.StoreLine, "ask", Mock(side_effect=dist.DistError))
-    assert ends[0]() is True
+    monkeypatch.setattr(launches, "STORE_S", 0.05)
+    goes_on = threading.Event()
+    monkeypatch.setattr(launches, "in_thread", lambda call: in_thread(lambda: goes_on.wait(60)))
+    before = threading.active_count()
+    assert [ends[1]() for _ in range(3)] == 3 * [False]
+    assert threading.active_count() == before + 1  # one question, however often it is asked
+    goes_on.set()
+    assert ends[1]()
+    gone = Mock(side_effect=dist.DistError)
+    monkeypatch.setattr(launches, "in_thread", lambda call: in_thread(gone))
+    assert ends[2]() is True
 
 
 @pytest.fixture

@@ -19,8 +19,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 from transformers import TrainerCallback
 
-from hf_distca.dispatch import signs, waits
-from hf_distca.dispatch.failures import Failures
+from hf_distca.dispatch import waits
 from hf_distca.dispatch.waits import Waits
 from hf_distca.trainer.refusals import Resume
 from hf_distca.trainer.resuming import FullDiskError, full_disk_named
@@ -147,7 +146,7 @@ def _train_with_stops(folder: Path, ends_at: str, stopped: int, limit_s: float) 
     """
     logging.basicConfig(level=logging.WARNING)
     if not ends_at:
-        waits.REPORT_S, signs.SIGN_S = 1.0, 0.1
+        waits.REPORT_S, waits.SIGN_S = 1.0, 0.1
     if stopped == 0:  # the rank with the store of the run, as without a launcher's store
         os.environ.update(
             TORCHELASTIC_USE_AGENT_STORE="False",
@@ -169,7 +168,7 @@ def _train_with_stops(folder: Path, ends_at: str, stopped: int, limit_s: float) 
         if dist.get_rank() == stopped and at_its_step:
             seen.add(place)
             time.sleep(
-                5 * min(signs.SIGN_S, limit_s / 20)
+                5 * min(waits.SIGN_S, limit_s / 20)
             )  # so that the last sign of life is from here
             (folder / f"stopped-{place}").write_text(str(os.getpid()))
             os.kill(os.getpid(), signal.SIGSTOP)
@@ -266,11 +265,11 @@ def test_all_ranks_end_when_one_is_stopped_for_good(tmp_path, place, stopped, sa
 
 
 def test_an_evaluation_reports_the_failed_rank(tmp_path):
-    store = dist.HashStore()
-    with pytest.raises(ValueError, match="boom"), Failures(Waits(store, 1, 2, 60.0)).reported():
+    store, place = dist.HashStore(), "the start of an evaluation"
+    with pytest.raises(ValueError, match="boom"), Waits(store, 1, 2, 60.0).watched(place):
         raise ValueError("boom")
     trainer = make_trainer(str(tmp_path))
-    trainer.dispatcher.groups.failures = Failures(Waits(store, 0, 2, 60.0), wait_s=0.2)
+    trainer.dispatcher.groups.waits = Waits(store, 0, 2, 60.0)
     trainer.get_eval_dataloader = Mock(
         side_effect=dist.DistBackendError("Connection closed by peer")
     )

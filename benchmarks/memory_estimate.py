@@ -28,7 +28,7 @@ from hf_distca import DistCAConfig, make_dispatcher
 from hf_distca.dispatch.offload import ActivationOffload
 from hf_distca.memory.counter import MemoryCounter, Training
 from hf_distca.models.fake import model_of_config
-from hf_distca.models.settings import plan_settings
+from hf_distca.models.settings import describe_run
 from hf_distca.planner.micro_batch import plan_micro_batch
 
 CPU = torch.device("cpu")
@@ -154,7 +154,7 @@ def estimated(case: Case) -> list[Taken]:
     """Bytes that each rank takes, estimated from config and plan."""
     model = model_of_config(AutoConfig.for_model("llama", **case.sizes), torch.float32)
     config = DistCAConfig(tokens_per_rank=case.tokens)
-    settings = plan_settings(model, config, ranks=case.ranks, device=CPU, dtype=case.dtype)
+    settings = describe_run(model, config, ranks=case.ranks, device=CPU, dtype=case.dtype).plans
     plan = plan_micro_batch(case.lengths, settings)
     training = Training(
         "ddp",

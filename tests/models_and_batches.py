@@ -21,12 +21,15 @@ from hf_distca.models.loading import auto_class
 from hf_distca.models.mixing import uncuttable
 from hf_distca.plan import AttentionKind, MicroBatchPlan, Plan
 from hf_distca.planner.settings import PlanSettings
+from hf_distca.predict.shapes import ModelShape
+from hf_distca.run import RunSpec
 
 Step = tuple[float, dict[str, Tensor]]
 """Loss and gradients."""
 WRAPPERS = re.compile(r"^module\.|_orig_mod\.|_checkpoint_wrapped_module\.")
 
 SMALL_KIND = AttentionKind(q_heads=4, kv_heads=2, dim_qk=8, dim_v=8)
+SMALL_SHAPE = ModelShape.llama(2, 32, 48, 4, 2, 64, head_dim=8)
 SMALL = {
     "hidden_size": 32,
     "intermediate_size": 48,
@@ -60,6 +63,17 @@ def small_kinds(*windows: int | None, chunk: int | None = None) -> tuple[Attenti
     """
     of_chunks = [] if chunk is None else [replace(SMALL_KIND, chunk=chunk)]
     return (*of_chunks, *(replace(SMALL_KIND, window=window) for window in windows or (None,)))
+
+
+def small_run(
+    plans: PlanSettings | None = None, kernel: str = "torch_varlen", **facts: Any
+) -> RunSpec:
+    """The run of a small model: with these settings of plans and this kernel, on one rank without
+    settings.
+    """
+    if plans is None:
+        plans = PlanSettings(1, 1024, small_kinds())
+    return RunSpec(replace(plans, kernel=kernel), SMALL_SHAPE, **facts)
 
 
 def changed(plan: MicroBatchPlan, change: Callable[[Plan], Plan]) -> MicroBatchPlan:

@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from benchmarks.gpu.findings import StepResult
 from benchmarks.gpu.setting import Setting
 from benchmarks.harness.models import VOCABULARY, documents_of, rows_of_rank
-from hf_distca import Dispatcher, DistCAConfig, plan_layers, plan_settings
+from hf_distca import Dispatcher, DistCAConfig, describe_run, plan_layers
 from hf_distca.plan import MicroBatchPlan
 
 HEADS = (8, 2)
@@ -79,7 +79,9 @@ def dispatcher_of(
     # Cuts fall on multiples of a kernel's block, or less where documents are tiny.
     block = 128 if max(setting.lengths) > 1024 else 8
     config = DistCAConfig(tokens_per_rank=2 * sum(setting.lengths), balance_block_size=block)
-    settings = plan_settings(model, config, ranks=ranks, device=setting.device, dtype=setting.dtype)
+    settings = describe_run(
+        model, config, ranks=ranks, device=setting.device, dtype=setting.dtype
+    ).plans
     if ping_pong:
         plan_layers(model)
     return Dispatcher(replace(settings, ping_pong=ping_pong), setting.device, **options)

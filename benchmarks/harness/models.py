@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from transformers import AttentionInterface, LlamaConfig, LlamaForCausalLM
 
-from hf_distca import DistCAConfig, PlanSettings, plan_settings
+from hf_distca import DistCAConfig, PlanSettings, describe_run
 from hf_distca.kernels import AttentionParams, Kernel, TaskShapes
 from hf_distca.plan import MicroBatchPlan
 
@@ -53,7 +53,7 @@ def settings_of(
     model: nn.Module, ranks: int, tokens: int, device: torch.device, **config: Any
 ) -> PlanSettings:
     options = DistCAConfig(tokens_per_rank=tokens, **config)
-    return plan_settings(model, options, ranks=ranks, device=device, dtype=model.dtype)
+    return describe_run(model, options, ranks=ranks, device=device, dtype=model.dtype).plans
 
 
 def documents_of(lengths: Sequence[int], vocabulary: int = VOCABULARY) -> list[Tensor]:

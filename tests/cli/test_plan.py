@@ -198,7 +198,7 @@ def test_the_plan_is_the_trainers(command, dumped, tmp_path, layout):
     config = hf_distca.DistCAConfig(**settings)
     device = torch.device("cpu")
     of_one, of_four = (
-        hf_distca.plan_settings(model, config, ranks=ranks, device=device) for ranks in (1, 4)
+        hf_distca.describe_run(model, config, ranks=ranks, device=device).plans for ranks in (1, 4)
     )
     assert of_one == trainer.dispatcher.settings
     sizes = "--q-heads 4 --kv-heads 2 --head-dim 8 --dtype float32 --attention-kernel cpu"

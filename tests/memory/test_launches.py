@@ -12,15 +12,14 @@ from torch import Tensor, nn
 from transformers.integrations import liger, moe
 from transformers.models.llama import modeling_llama
 
-from hf_distca.config import DistCAConfig
-from hf_distca.memory.counter import MemoryCounter, Training
+from hf_distca.memory.counter import MemoryCounter
 from hf_distca.memory.launches import without_launches
-from hf_distca.memory.micro_batch import Use, count_peaks
+from hf_distca.memory.micro_batch import count_peaks
 from hf_distca.models.fake import fake_tensors, model_after
 from hf_distca.planner.micro_batch import plan_micro_batch
 from hf_distca.planner.settings import PlanSettings
 from hf_distca.trainer.memory import raised_in
-from tests.models_and_batches import SMALL, small_kinds, small_model
+from tests.models_and_batches import SMALL, small_kinds, small_model, small_run
 
 triton = pytest.importorskip("triton")
 
@@ -94,9 +93,9 @@ def liger_kernel(monkeypatch) -> None:
 
 def test_a_count_launches_no_kernel_that_a_model_has(launches, monkeypatch):
     """As where Liger has changed transformers in the process before."""
-    stock = count_peaks(model_after(small_model()), PLAN, 0, Use("torch_varlen")).on_device
+    stock = count_peaks(model_after(small_model()), PLAN, 0, small_run()).on_device
     monkeypatch.setattr(modeling_llama.LlamaMLP, "forward", _mlp)
-    counted = count_peaks(model_after(small_model()), PLAN, 0, Use("torch_varlen")).on_device
+    counted = count_peaks(model_after(small_model()), PLAN, 0, small_run()).on_device
     assert launches == []
     # In each layer the model's own MLP also keeps its activation.
     assert stock["activations"] - counted["activations"] == LAYERS * TOKENS * INTERMEDIATE * 4
@@ -163,9 +162,9 @@ def test_kernels_that_liger_gives_a_model_when_training_starts(launches, liger_k
     model.__class__ = type(
         "Own", (type(model),), {}
     )  # whose functions are in the file of the class below
-    counter = MemoryCounter(model, SETTINGS, DistCAConfig())
+    counter = MemoryCounter(model)
     stock, counted, without = (
-        counter.count(PLAN, Training("ddp", False, liger=given)).parts["activations"]
+        counter.count(PLAN, small_run(SETTINGS, liger=given)).parts["activations"]
         for given in (None, {}, {"swiglu": False})
     )
     assert without == stock
@@ -180,9 +179,9 @@ def test_kernels_that_liger_gives_a_model_when_training_starts(launches, liger_k
 
 def test_gradients_that_a_step_of_one_micro_batch_has_not_made_yet():
     model = small_model(vocab_size=128)  # most of its memory are activations
-    counter = MemoryCounter(model, SETTINGS, DistCAConfig())
+    counter = MemoryCounter(model)
     often, once = (
-        counter.count(PLAN, Training("ddp", False, accumulates=given)) for given in (True, False)
+        counter.count(PLAN, small_run(SETTINGS, accumulates=given)) for given in (True, False)
     )
     # At the peak, the end of the forward, no gradient exists.
     assert once.parts == often.parts
@@ -191,12 +190,11 @@ def test_gradients_that_a_step_of_one_micro_batch_has_not_made_yet():
     # With few tokens the peak is near the end of the backward: only the embedding has no gradient
     # yet.
     few = PlanSettings(1, 8, small_kinds(), kernel="torch_varlen")
-    once = MemoryCounter(model, few, DistCAConfig()).count(
-        plan_micro_batch([8], few), Training("ddp", False, accumulates=False)
-    )
+    once = MemoryCounter(model).count(plan_micro_batch([8], few), small_run(few, accumulates=False))
     assert once.state.gradients == 4 * (model.num_parameters() - 128 * SMALL["hidden_size"])
     # Shards of gradients, and buffers for them, exist at any time.
     often, once = (
-        counter.count(PLAN, Training("zero2", False, accumulates=given)) for given in (True, False)
+        counter.count(PLAN, small_run(SETTINGS, strategy="zero2", accumulates=given))
+        for given in (True, False)
     )
     assert once == often

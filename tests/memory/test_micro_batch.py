@@ -7,18 +7,15 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from hf_distca.predict.setup import Setup
 from transformers import AutoConfig
 
 from hf_distca.cli.model import config_of_shape
-from hf_distca.config import DistCAConfig
 from hf_distca.dispatch.dispatcher import Dispatcher
-from hf_distca.memory import counter, micro_batch, simulated
-from hf_distca.memory.counter import MemoryCounter, Training
+from hf_distca.memory import counter, micro_batch
+from hf_distca.memory.counter import MemoryCounter
 from hf_distca.memory.live import LiveMemory
 from hf_distca.memory.micro_batch import (
     Peaks,
-    Use,
     bound_plan,
     busiest_rank,
     count_core_attention,
@@ -49,24 +46,27 @@ from hf_distca.planner.micro_batch import plan_micro_batch
 from hf_distca.planner.settings import PlanSettings
 from hf_distca.predict.profile import DeviceProfile
 from hf_distca.predict.shapes import CHUNK, ModelShape
+from hf_distca.predict.step_costs import on_a_gpu
+from hf_distca.run import RunSpec
 from hf_distca.sim.strategies import all_strategies
 from tests.counting import Counting
-from tests.models_and_batches import SMALL, small_kinds, small_model
+from tests.models_and_batches import SMALL, small_kinds, small_model, small_run
 from tests.survey.tiny import tiny_config
 
 TOKENS, HIDDEN, HEADS = 1024, 32, 4
 SLOTS_IN_HOPS = 5
 """Stages that are in memory at once where rows are forwarded."""
-FLASH = Use("torch_varlen")
-CHECKPOINTING = Use("torch_varlen", checkpointing={})
+EMPTY = small_run(PlanSettings(1, 8192, small_kinds()))
+FLASH = small_run()
+CHECKPOINTING = small_run(checkpointing={})
 KEPT_O = TOKENS * (HIDDEN + HEADS) * 4
 """A row of O and the log-sum-exps of each token of a layer."""
 
 
-def counted(use: Use, *, dtype: torch.dtype = torch.float32, **config) -> dict[str, int]:
+def counted(run: RunSpec, *, dtype: torch.dtype = torch.float32, **config) -> dict[str, int]:
     model = model_of_config(AutoConfig.for_model("llama", **SMALL | config), dtype)
     return count_peaks(
-        model, plan_micro_batch([TOKENS], PlanSettings(1, TOKENS, small_kinds())), 0, use
+        model, plan_micro_batch([TOKENS], PlanSettings(1, TOKENS, small_kinds())), 0, run
     ).on_device
 
 
@@ -77,26 +77,26 @@ def test_checkpointed_layers():
     assert more["activations"] - less["activations"] == TOKENS * HIDDEN * 4
     assert less["backward"] > less["loss"]  # a layer is computed again at the peak
     assert "kept O" not in counted(FLASH)
-    parts = counted(Use("torch_varlen", checkpointing={"every_n_layers": 2}), num_hidden_layers=4)
+    parts = counted(small_run(checkpointing={"every_n_layers": 2}), num_hidden_layers=4)
     assert parts["kept O"] == 2 * KEPT_O
 
 
-@pytest.mark.parametrize("use", [FLASH, CHECKPOINTING], ids=["plain", "checkpointing"])
+@pytest.mark.parametrize("run", [FLASH, CHECKPOINTING], ids=["plain", "checkpointing"])
 @pytest.mark.parametrize("model_type", ["llama", "gemma2", "qwen3_next"])
-def test_a_few_chunks_of_the_loss_take_what_all_take(monkeypatch, model_type, use):
+def test_a_few_chunks_of_the_loss_take_what_all_take(monkeypatch, model_type, run):
     """Of 8 or 9 chunks, the last with 24 rows, three are counted."""
     kept = []
 
     def parts(chosen):
         model = model_of_config(tiny_config(model_type), torch.float32)
         chunk_rows = 125
-        options = DistCAConfig(loss_chunk_bytes=4 * model.config.vocab_size * chunk_rows)
-        prepare_model(model, options, ping_pong=False, memory=10**9)
+        chunk_bytes = 4 * model.config.vocab_size * chunk_rows
+        prepare_model(model, small_run(loss_chunk_bytes=chunk_bytes))
         settings = PlanSettings(1, TOKENS, tuple(layers_by_kind(model)))
         monkeypatch.setattr(
             micro_batch, "unequal_chunks", lambda *counts: kept.append(chosen(*counts)) or kept[-1]
         )
-        return count_peaks(model, plan_micro_batch([TOKENS], settings), 0, use).on_device
+        return count_peaks(model, plan_micro_batch([TOKENS], settings), 0, run).on_device
 
     few, all_chunks = parts(unequal_chunks), parts(lambda count, rows: range(0, count, rows))
     assert few == all_chunks
@@ -104,16 +104,16 @@ def test_a_few_chunks_of_the_loss_take_what_all_take(monkeypatch, model_type, us
 
 
 @pytest.mark.parametrize(
-    ("model_type", "use", "chunk_rows"),
+    ("model_type", "run", "chunk_rows"),
     [
         ("llama", FLASH, 65),
         ("llama", CHECKPOINTING, 341),
         ("qwen3", CHECKPOINTING, 100),
-        ("qwen3", Use("torch_varlen", torch.bfloat16, {}, accumulates=False), 128),
-        ("gemma2", Use("torch_varlen", checkpointing={"use_reentrant": True}), 200),
+        ("qwen3", small_run(mixed=True, checkpointing={}, accumulates=False), 128),
+        ("gemma2", small_run(checkpointing={"use_reentrant": True}), 200),
     ],
 )
-def test_a_few_chunks_of_a_layer_take_what_all_take(monkeypatch, model_type, use, chunk_rows):
+def test_a_few_chunks_of_a_layer_take_what_all_take(monkeypatch, model_type, run, chunk_rows):
     """Of 4 to 16 chunks, the last of which may be shorter, four are counted."""
     runs = []
 
@@ -121,14 +121,13 @@ def test_a_few_chunks_of_a_layer_take_what_all_take(monkeypatch, model_type, use
         config = tiny_config(model_type)
         config.intermediate_size = 8 * config.hidden_size
         model = model_of_config(config, torch.float32)
-        options = DistCAConfig(mlp_chunk_rows=chunk_rows)
-        prepare_model(model, options, ping_pong=False, memory=10**9)
+        prepare_model(model, small_run(mlp_chunk_rows=chunk_rows, device_memory=10**9))
         mlp = model.model.layers[0].mlp.act_fn
         runs.append([])
         mlp.register_forward_hook(lambda _, args, __: runs[-1].append(args[0].shape[-2]))
         settings = PlanSettings(1, TOKENS, tuple(layers_by_kind(model)))
         monkeypatch.setattr(micro_batch, "unequal_results", chosen)
-        return count_peaks(model, plan_micro_batch([TOKENS], settings), 0, use)
+        return count_peaks(model, plan_micro_batch([TOKENS], settings), 0, run)
 
     few, all_chunks = peaks(unequal_results), peaks(results_of_chunks)
     assert few == all_chunks
@@ -173,7 +172,7 @@ def test_weights_and_gradients_are_those_of_the_model():
 def test_rows_are_added_up_as_by_the_device_of_the_kernel(kernel, sums_rows):
     (kind,) = small_kinds()
     plan = plan_micro_batch([3 * TOKENS], PlanSettings(3, TOKENS, small_kinds()))
-    bound = bound_plan(plan, 2, Use(kernel), LiveMemory())
+    bound = bound_plan(plan, 2, small_run(kernel=kernel), LiveMemory())
     with fake_tensors(), Counting(torch.device("cpu")) as counting:
         run_core_attention(bound, kind, torch.float32)
     assert ("sum_rows" in {call.name for call in counting.calls}) == sums_rows
@@ -195,7 +194,7 @@ def test_mixing_layers_take_what_their_kernels_take(model_type, monkeypatch):
     )
     for documents in ([2 * TOKENS], [TOKENS, TOKENS], 4 * [TOKENS // 2]):
         model = model_of_config(tiny_config(model_type), torch.float32)
-        settings = PlanSettings(2, TOKENS, tuple(layers_by_kind(model)), document_layout="joint")
+        settings = PlanSettings(2, TOKENS, tuple(layers_by_kind(model)), document_layout="auto")
         plan_layers(model)
         parts = count_peaks(
             model, plan_micro_batch(documents, settings), 1, CHECKPOINTING
@@ -378,35 +377,33 @@ def test_a_deep_model_is_counted_by_a_few_layers(
     depths = []
     settings = PlanSettings(1, TOKENS, small_kinds(*[None, 16][:period]), kernel="torch_varlen")
     plan = plan_micro_batch([TOKENS], settings)
-    training = Training("ddp", False, checkpointing)
+    run = small_run(settings, checkpointing=checkpointing)
     monkeypatch.setattr(
         counter,
         "model_of_config",
         lambda *given: depths.append(given[0]) or model_of_config(*given),
     )
-    few = MemoryCounter(model, settings, DistCAConfig(), by_config=True).count(plan, training)
+    few = MemoryCounter(model, by_config=True).count(plan, run)
     assert [counted_config.num_hidden_layers for counted_config in depths] == [2 * period]
     monkeypatch.setattr(counter, "repeated_layers", lambda _: None)
-    assert (
-        MemoryCounter(model, settings, DistCAConfig(), by_config=True).count(plan, training) == few
-    )
+    assert MemoryCounter(model, by_config=True).count(plan, run) == few
     assert depths[-1].num_hidden_layers == 8
 
 
 def test_trainings_share_counts_only_where_they_take_the_same():
     settings = PlanSettings(1, TOKENS, small_kinds(), kernel="torch_varlen")
     plan = plan_micro_batch([TOKENS], settings)
-    shared = MemoryCounter(small_model(), settings, DistCAConfig())
+    shared = MemoryCounter(small_model())
 
     def counted_alone(strategy):
-        counter = MemoryCounter(small_model(), settings, DistCAConfig())
-        return counter.count(plan, Training(strategy, True)).parts
+        counter = MemoryCounter(small_model())
+        return counter.count(plan, small_run(settings, strategy=strategy, mixed=True)).parts
 
     # Under fsdp2 the weights are in bfloat16; under ddp autocast makes copies of the weights.
-    under_fsdp2 = shared.count(plan, Training("fsdp2", True)).parts
+    under_fsdp2 = shared.count(plan, small_run(settings, strategy="fsdp2", mixed=True)).parts
     assert under_fsdp2.get("cast weights", 0) == 0
     assert under_fsdp2 == counted_alone("fsdp2")
-    under_ddp = shared.count(plan, Training("ddp", True)).parts
+    under_ddp = shared.count(plan, small_run(settings, strategy="ddp", mixed=True)).parts
     assert under_ddp["cast weights"] > 0
     assert under_ddp == counted_alone("ddp")
 
@@ -432,7 +429,7 @@ def test_trainings_share_counts_only_where_they_take_the_same():
 )
 def test_the_longest_rows_that_fit(monkeypatch, available, longest):
     """A byte a token; above 5000 tokens two of them."""
-    memory = MemoryCounter(small_model(), PlanSettings(1, 8192, small_kinds()), DistCAConfig())
+    memory = MemoryCounter(small_model())
 
     def count(plan, _):
         tokens = int(plan.tokens.sum())
@@ -440,7 +437,7 @@ def test_the_longest_rows_that_fit(monkeypatch, available, longest):
 
     monkeypatch.setattr(memory, "count", count)
     monkeypatch.setattr(memory, "_state_of", lambda _: ModelState(0, 0, 0))
-    assert memory.longest(available, None) == longest * 1024, available
+    assert memory.longest(available, EMPTY) == longest * 1024, available
 
 
 @pytest.mark.parametrize(
@@ -465,7 +462,7 @@ def test_the_longest_rows_that_fit(monkeypatch, available, longest):
 def test_few_sizes_are_counted_to_find_the_longest_rows(
     monkeypatch, per_token, state, known, sizes
 ):
-    memory = MemoryCounter(small_model(), PlanSettings(1, 8192, small_kinds()), DistCAConfig())
+    memory = MemoryCounter(small_model())
     counted_sizes = []
 
     def count(plan, _):
@@ -476,23 +473,23 @@ def test_few_sizes_are_counted_to_find_the_longest_rows(
     monkeypatch.setattr(memory, "count", count)
     monkeypatch.setattr(memory, "_state_of", lambda _: ModelState(state, 0, 0))
     counted: Any = None if known is None else SimpleNamespace(total=known)
-    memory.longest(1000, None, counted)
+    memory.longest(1000, EMPTY, counted)
     assert list(dict.fromkeys(counted_sizes)) == sizes
 
 
 @pytest.mark.parametrize(
     ("lengths", "layout", "planned"),
     [
-        ([2 * TOKENS], "joint", [2 * TOKENS]),
-        ([2 * TOKENS - 1, 1], "joint", [TOKENS, 2 * TOKENS]),
-        ([2 * TOKENS - 1], "joint", [TOKENS, 2 * TOKENS]),
+        ([2 * TOKENS], "auto", [2 * TOKENS]),
+        ([2 * TOKENS - 1, 1], "auto", [TOKENS, 2 * TOKENS]),
+        ([2 * TOKENS - 1], "auto", [TOKENS, 2 * TOKENS]),
         (2 * [TOKENS], "whole", [2 * TOKENS]),
     ],
 )
 def test_a_plan_of_the_longest_documents_is_not_made_again(monkeypatch, lengths, layout, planned):
     settings = PlanSettings(2, TOKENS, small_kinds(), document_layout=layout)
     plan = plan_micro_batch(lengths, settings)
-    memory = MemoryCounter(small_model(), settings, DistCAConfig())
+    memory = MemoryCounter(small_model())
     tokens = []
 
     def plan_noted(lengths, settings):
@@ -502,11 +499,11 @@ def test_a_plan_of_the_longest_documents_is_not_made_again(monkeypatch, lengths,
     parts = {"activations": 1000}
     monkeypatch.setattr(memory, "_count", lambda *_, **__: Peaks(parts, parts))
     monkeypatch.setattr(counter, "plan_micro_batch", plan_noted)
-    training = Training("ddp", False)
-    counted_memory = memory.count(plan, training)
+    run = small_run(settings)
+    counted_memory = memory.count(plan, run)
     available = counted_memory.total
     monkeypatch.setattr(counter, "MOST", 2 * TOKENS)
-    memory.longest(available, training, counted_memory)
+    memory.longest(available, run, counted_memory)
     assert tokens == planned
 
 
@@ -529,7 +526,9 @@ def _buffers(
     assert bound.stages > (2 if ranks_per_node == 1 else SLOTS_IN_HOPS)
     assert all(nano.routes[kind].forwards == (ranks_per_node != 1) for nano in bound.nano_batches)
     run_core_attention(bound, kind, torch.float32)
-    parts = count_core_attention(plan, kind, torch.float32, dist.get_rank(), Use("cpu"))
+    parts = count_core_attention(
+        plan, kind, torch.float32, dist.get_rank(), small_run(kernel="cpu")
+    )
     return dispatcher.exchange.size(), parts["exchange buffers"]
 
 
@@ -546,14 +545,21 @@ def test_buffers_are_those_that_ranks_take(rank_pools, ranks, ranks_per_node, le
 
 SHAPE = ModelShape.llama(2, 64, 160, 4, 2, 100, head_dim=16)
 SETTINGS = PlanSettings(2, 1024, kinds=tuple(SHAPE.layers))
-SETUP = Setup(SHAPE, DeviceProfile.load("h100"), 2, 1024)
-PLAIN, WHOLE, ULYSSES, CONTEXT, FIXED, JOINT, CHOSEN, SERVERS = all_strategies(SETUP, SETTINGS, 1)
+RUN = RunSpec(
+    SETTINGS,
+    SHAPE,
+    DeviceProfile.load("h100"),
+    checkpointing={},
+    strategy="fsdp2",
+    mixed=True,
+)
+PLAIN, WHOLE, ULYSSES, CONTEXT, FIXED, CHOSEN, SERVERS = all_strategies(RUN, 1)
 
 
 def memory_of(of_plans=SETTINGS, **changes):
-    setup = replace(SETUP, **changes)
-    settings = replace(of_plans, kinds=tuple(map(setup.on_a_gpu, SHAPE.layers)))
-    return gpu_memory(setup, config_of_shape(SHAPE), settings, DistCAConfig())
+    run = replace(RUN, plans=of_plans, mixed=of_plans.bytes_per_value == 2, **changes)
+    kinds = tuple(on_a_gpu(kind, run.tensor_parallel) for kind in SHAPE.layers)
+    return gpu_memory(replace(run, plans=replace(of_plans, kinds=kinds)), config_of_shape(SHAPE))
 
 
 def test_rows_take_memory_along_a_line():
@@ -561,7 +567,7 @@ def test_rows_take_memory_along_a_line():
     memory = memory_of()
     rows, state = memory(PLAIN, 1536, None)
     assert rows == pytest.approx(memory(PLAIN, 1536, plan_micro_batch([1536], alone))[0], rel=0.01)
-    assert memory_of(checkpointing=False)(PLAIN, 1536, None)[0] > 1.5 * rows
+    assert memory_of(checkpointing=None)(PLAIN, 1536, None)[0] > 1.5 * rows
     gathered = 2 * 1536 * 2 * (16 + 16) * 2  # K and V of the other rank, and their gradients
     assert memory(CONTEXT, 1536, None) == (rows + gathered, state)
     # Half of Q, K, V and O of four heads and two key-value heads, and their gradients.
@@ -576,7 +582,7 @@ def test_rows_take_memory_along_a_line():
     assert wide(PLAIN, 1536, None)[0] > 1.4 * memory(PLAIN, 1536, None)[0]
     # Exchange buffers of a plan take memory.
     rows, state = memory(PLAIN, 1024, None)
-    assert rows < memory(JOINT, 1024, plan_micro_batch([2048], SETTINGS))[0]
+    assert rows < memory(CHOSEN, 1024, plan_micro_batch([2048], SETTINGS))[0]
     # GPUs that share layers take less.
     shared_rows, shared_state = memory_of(tensor_parallel=2)(PLAIN, 1024, None)
     assert shared_rows < rows
@@ -584,12 +590,13 @@ def test_rows_take_memory_along_a_line():
 
 
 def test_a_gpu_is_simulated_whatever_computes_here(monkeypatch):
-    kernels = []
+    kernels = set()
+    count = MemoryCounter.count
 
-    def counter_of(model, settings, *args, **options):
-        kernels.append(settings.kernel)
-        return MemoryCounter(model, settings, *args, **options)
+    def noted(counter, plan, run, *args):
+        kernels.add(run.plans.kernel)
+        return count(counter, plan, run, *args)
 
-    monkeypatch.setattr(simulated, "MemoryCounter", counter_of)
-    memory_of(replace(SETTINGS, kernel="cpu"))
-    assert kernels == ["torch_varlen", "torch_varlen"]
+    monkeypatch.setattr(MemoryCounter, "count", noted)
+    memory_of(replace(SETTINGS, kernel="cpu"))(PLAIN, 1536, None)
+    assert kernels == {"torch_varlen"}

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl
 
-from hf_distca import DistCAConfig, plan_settings
+from hf_distca import DistCAConfig, describe_run
 from hf_distca.models.decoder import decoder_attentions, is_attention, mixing_layers, mixing_modules
 from hf_distca.models.mixing import uncuttable
 from hf_distca.patches.layers import plan_layers
@@ -150,7 +150,7 @@ def modules_that_mix(model):
 
 def layout_of(model, **options) -> str:
     config = DistCAConfig(**options)
-    return plan_settings(model, config, ranks=2, device=torch.device("cpu")).document_layout
+    return describe_run(model, config, ranks=2, device=torch.device("cpu")).plans.document_layout
 
 
 @pytest.mark.parametrize("model_type", MIXING)
@@ -182,7 +182,7 @@ def test_mixing_that_is_not_known_is_refused():
         ValueError,
         match=r"LlamaConfig has 1 layers of the types .*, and only in 0 of them a module",
     ):
-        plan_settings(model, DistCAConfig(), ranks=2, device=torch.device("cpu"))
+        describe_run(model, DistCAConfig(), ranks=2, device=torch.device("cpu"))
 
 
 @pytest.mark.parametrize("model_type", [*MODELS, "llama"])

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from transformers import AttentionInterface, PreTrainedConfig
 
-from hf_distca import Dispatcher, DistCAConfig, plan_settings
+from hf_distca import Dispatcher, DistCAConfig, describe_run
 from hf_distca.kernels.cpu import CpuKernel
 from hf_distca.models.decoder import decoder_attentions
 from hf_distca.models.kinds import layers_by_kind
@@ -106,7 +106,7 @@ def test_bytes_of_rows_and_what_kernels_are_asked(monkeypatch):
 
     def row_bytes(model_type, dtype=None, **config) -> list[RowBytes]:
         model = small_model(model_type, **{**MODELS[model_type][0], **config})
-        settings = plan_settings(model, DistCAConfig(), ranks=2, device=CPU, dtype=dtype)
+        settings = describe_run(model, DistCAConfig(), ranks=2, device=CPU, dtype=dtype).plans
         return [settings.row_bytes(kind) for kind in settings.kinds]
 
     assert row_bytes("llama", torch.bfloat16, num_key_value_heads=1) == [
@@ -177,9 +177,9 @@ def test_which_kernel_is_chosen_and_why_not_a_faster_one(caplog, monkeypatch):
     def chosen(model, capability, **options) -> str:
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
         cuda = torch.device("cuda")
-        return plan_settings(
+        return describe_run(
             model, DistCAConfig(**options), ranks=1, device=cuda, dtype=torch.bfloat16
-        ).kernel
+        ).plans.kernel
 
     with caplog.at_level(logging.INFO):
         assert (
@@ -210,7 +210,7 @@ def _kernel_of_this_rank(*kernels: str) -> str:
     config = DistCAConfig(attention_kernel=kernels[torch.distributed.get_rank()])
     try:
         return Dispatcher(
-            plan_settings(small_model(), config, ranks=2, device=CPU), CPU
+            describe_run(small_model(), config, ranks=2, device=CPU).plans, CPU
         ).kernel.name
     except (ValueError, RuntimeError) as error:
         return str(error)

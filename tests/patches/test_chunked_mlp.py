@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from hf_distca.memory.micro_batch import Use, count_peaks
+from hf_distca.memory.micro_batch import count_peaks
 from hf_distca.models.checkpointing import enable_checkpointing
 from hf_distca.models.fake import model_after
 from hf_distca.patches.chunked_mlp import chunk_layers
@@ -24,6 +24,7 @@ from tests.models_and_batches import (
     relative_error,
     small_kinds,
     small_model,
+    small_run,
     with_lora,
 )
 
@@ -145,9 +146,9 @@ def test_activations_do_not_grow_with_the_width_of_the_mlp():
                 chunk_layers(model, rows)
             settings = PlanSettings(1, 1024, small_kinds())
             plan = plan_micro_batch([1024], settings)
-            taken[width, rows] = count_peaks(model_after(model), plan, 0, Use("cpu")).on_device[
-                "activations"
-            ]
+            taken[width, rows] = count_peaks(
+                model_after(model), plan, 0, small_run(kernel="cpu")
+            ).on_device["activations"]
     # Tensors [1024, width] of float32: four a layer, of which the last layer's backward has used
     # one at the peak.
     assert taken[1280, 0] - taken[640, 0] == 7 * 1024 * 640 * 4
@@ -174,8 +175,8 @@ def test_the_backward_of_a_checkpointed_layer(chunk_rows, bytes_of_row):
         if chunk_rows:
             chunk_layers(model, chunk_rows)
         plan = plan_micro_batch([rows], PlanSettings(1, rows, small_kinds()))
-        use = Use("torch_varlen", checkpointing={})
-        taken.append(sum(count_peaks(model_after(model), plan, 0, use).on_device.values()))
+        run = small_run(checkpointing={})
+        taken.append(sum(count_peaks(model_after(model), plan, 0, run).on_device.values()))
     assert (taken[1] - taken[0]) / 1024 == bytes_of_row
 
 

@@ -11,9 +11,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import AutoConfig
 
-from hf_distca import Dispatcher, DistCAConfig, make_dispatcher, plan_settings
-from hf_distca.memory.counter import MemoryCounter, Training
-from hf_distca.memory.micro_batch import Use, count_peaks
+from hf_distca import Dispatcher, DistCAConfig, describe_run, make_dispatcher
+from hf_distca.memory.counter import MemoryCounter
+from hf_distca.memory.micro_batch import count_peaks
 from hf_distca.models.checkpointing import enable_checkpointing
 from hf_distca.models.fake import model_after, model_of_config
 from hf_distca.models.refusals import Models
@@ -30,6 +30,7 @@ from tests.models_and_batches import (
     reference_step,
     relative_error,
     small_model,
+    small_run,
 )
 from tests.refused import refused
 
@@ -196,7 +197,7 @@ def test_configs_that_depend_on_length(model_type, config):
 
 def settings_of(model: Any) -> Any:
     config = DistCAConfig(tokens_per_rank=256, ping_pong=False)
-    return plan_settings(model, config, ranks=1, device=torch.device("cpu"))
+    return describe_run(model, config, ranks=1, device=torch.device("cpu")).plans
 
 
 def test_a_plan_that_does_not_reach_the_embedding():
@@ -263,13 +264,11 @@ def test_memory_is_counted(kind):
     for made in (model_of_config(of_type, torch.float32), small_model(model_type, **config)):
         settings = replace(settings_of(made), kernel="torch_varlen")
         plan = plan_micro_batch([BEYOND + 9, BEYOND, 3], settings)
+        run = small_run(settings, loss_chunk_bytes=0)
         if counts:
-            prepare_model(made, DistCAConfig(loss_chunk_bytes=0), ping_pong=False)
-            counts.append(count_peaks(model_after(made), plan, 0, Use("torch_varlen")).on_device)
+            prepare_model(made, run)
+            counts.append(count_peaks(model_after(made), plan, 0, run).on_device)
         else:
-            counter = MemoryCounter(
-                made, settings, DistCAConfig(loss_chunk_bytes=0), by_config=True
-            )
-            counts.append(counter.count(plan, Training("ddp", mixed=False)).parts)
+            counts.append(MemoryCounter(made, by_config=True).count(plan, run).parts)
     for part, count in counts[0].items():
         assert counts[1][part] == count, part

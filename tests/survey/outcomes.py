@@ -23,7 +23,7 @@ from hf_distca.config import DistCAConfig
 from hf_distca.models.checkpointing import enable_checkpointing
 from hf_distca.models.decoder import decoder_layers
 from hf_distca.models.rotary import rotary_modules
-from hf_distca.models.settings import plan_settings
+from hf_distca.models.settings import describe_run
 from hf_distca.plan import PLAN_KEY
 from hf_distca.planner.micro_batch import plan_micro_batch
 from hf_distca.trainer.assembly import make_dispatcher
@@ -74,9 +74,9 @@ def outcome(name: str, pool: Any) -> Outcome:
     except Exception as error:  # whatever a config or a package that is missing raises
         return Outcome(name, "not tested", _first_line(error))
     try:
-        settings = plan_settings(
+        settings = describe_run(
             model, CONFIG, ranks=2, device=torch.device("cpu"), dtype=torch.float32
-        )
+        ).plans
     except ValueError as error:
         return Outcome(name, "refused", str(error))
     compared = _compared(pool, Outcome(name, "equal", layout=settings.document_layout), None, WAYS)

@@ -7,7 +7,7 @@ import pytest
 import torch
 import transformers
 
-from hf_distca import DistCAConfig, plan_settings
+from hf_distca import DistCAConfig, describe_run
 from hf_distca.refusal import RefusedError
 from tests.ranks import RankPool
 from tests.survey.tiny import MULTIMODAL, OF_TEXT, tiny_model
@@ -52,7 +52,9 @@ def test_losses_are_those_of_trl(
     model = tiny_model(name, "eager")
     try:
         settings = DistCAConfig(tokens_per_rank=64)
-        plan_settings(tiny_model(name, "distca"), settings, ranks=2, device=torch.device("cpu"))
+        describe_run(
+            tiny_model(name, "distca"), settings, ranks=2, device=torch.device("cpu")
+        ).plans
     except RefusedError as refusal:
         pytest.skip(str(refusal))
     model.save_pretrained(tmp_path / "checkpoint")

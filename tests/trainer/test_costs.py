@@ -31,7 +31,7 @@ def planning(ranks: int = 4, checkpointing: bool = False, **changes: Any) -> Any
     """Settings of plans with the profile of an H100."""
     config = hf_distca.DistCAConfig(**{"device_profile": "h100", **changes})
     model = small_model(implementation="distca")
-    settings = hf_distca.plan_settings(model, config, ranks=ranks, device=CPU)
+    settings = hf_distca.describe_run(model, config, ranks=ranks, device=CPU).plans
     dispatcher: Any = SimpleNamespace(settings=settings)
     costs = costs_of(model, dispatcher, config, checkpointing=checkpointing)
     return replace(settings, costs=costs)

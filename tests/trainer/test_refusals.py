@@ -305,7 +305,7 @@ def adapted(name: str, **settings: Any) -> Any:
 
 def plan(model: Any) -> Any:
     config = hf_distca.DistCAConfig(ping_pong=True)
-    return hf_distca.plan_settings(model, config, ranks=2, device=torch.device("cpu"))
+    return hf_distca.describe_run(model, config, ranks=2, device=torch.device("cpu")).plans
 
 
 class WithoutKeywords(LlamaForCausalLM):

@@ -1,24 +1,26 @@
 """Time saved by keeping core attention through gradient checkpoints: one document of 16384 tokens,
 one process.
 
-A small LLaMA runs forward and backward under gradient checkpointing, with core attention computed
-again in the backward and with its result kept, in turns; and one layer's core attention forward
-runs alone.
+A small LLaMA runs forward and backward under gradient checkpointing: with the results of core
+attention kept, and with nothing kept, so that core attention is computed again. Both take turns;
+and one layer's core attention forward runs alone.
 
 Run: python benchmarks/checkpointing.py [--rounds 7] [--tokens 16384]
      python benchmarks/checkpointing.py --against OTHER_CHECKOUT      two checkouts in turns
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from functools import partial
 from statistics import median
 
 import torch
 from harness import Ranks, Round, over, report, rounds_parser, take_rounds
 from harness.models import documents_of, llama, rows_of_documents, settings_of
+from torch import Tensor
 
 from hf_distca import Dispatcher
+from hf_distca.dispatch.checkpoints import KeptResults
 from hf_distca.kernels import AttentionParams, TaskShapes
 from hf_distca.models.checkpointing import enable_checkpointing
 from hf_distca.planner.micro_batch import plan_placed
@@ -33,31 +35,36 @@ SIZES = {
 }
 
 
+class NothingKept(KeptResults):
+    """Results that are not kept, so that a recomputation finds none."""
+
+    def keep(self, key: Hashable, tensors: tuple[Tensor, ...]) -> None:
+        """Keep nothing."""
+
+
 def prepare(tokens: int) -> Callable[[], Round]:
     device = torch.device("cpu")
     model = llama(tokens, **SIZES)
     enable_checkpointing(model, {"use_reentrant": False})
     settings = settings_of(model, 1, tokens, device)
-    dispatchers = {
-        variant: Dispatcher(settings, device, keep_core_attention=variant == "kept")
-        for variant in ("recomputed", "kept")
-    }
+    dispatcher = Dispatcher(settings, device)
     plan = plan_placed([[tokens]], settings)
     batch = rows_of_documents(documents_of([tokens], 512), device)
     qkv = [torch.randn(tokens, HEADS, HEAD_DIM) for _ in range(3)]
     shapes = TaskShapes.build([tokens], [tokens], device)
     params = AttentionParams(scale=HEAD_DIM**-0.5)
 
-    def step(variant: str) -> None:
-        model(**batch, distca_plan=dispatchers[variant].bind(plan)).loss.backward()
+    def step(kept_results: KeptResults) -> None:
+        bound = dispatcher.bind(plan)
+        bound.kept_results = kept_results
+        model(**batch, distca_plan=bound).loss.backward()
         model.zero_grad()
 
     variants: dict[str, Callable[[], object]] = {
-        variant: partial(step, variant) for variant in dispatchers
+        "recomputed": partial(step, NothingKept()),
+        "kept": partial(step, KeptResults()),
+        "one core attention forward": partial(dispatcher.kernel.forward, *qkv, shapes, params),
     }
-    variants["one core attention forward"] = partial(
-        dispatchers["kept"].kernel.forward, *qkv, shapes, params
-    )
 
     def take() -> Round:
         figures = {}

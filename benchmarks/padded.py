@@ -68,7 +68,8 @@ from torch import nn
 
 from hf_distca import Dispatcher, DistCAConfig, pack_padded
 from hf_distca.batches.limits import Limits
-from hf_distca.dispatch.padded import PaddedBatch, plan_sequences, read_sequences
+from hf_distca.dispatch.padded import PaddedBatch, read_sequences
+from hf_distca.planner.padding import plan_padded
 from hf_distca.planner.settings import Choices, PlanSettings
 from hf_distca.predict.profile import DeviceProfile
 from hf_distca.predict.setup import Setup
@@ -219,7 +220,7 @@ def host_times(dispatcher: Dispatcher, seed: int) -> Round:
         settings = settings_of_h200(ranks)
         of_ranks = [lengths[rank::ranks] for rank in range(ranks)]
         begin = time.thread_time()
-        plan_sequences(of_ranks, settings)
+        plan_padded(of_ranks, settings)
         figures[f"planning, ranks: {ranks}, ms"] = time.thread_time() - begin
     return {name: seconds * 1e3 for name, seconds in figures.items()}
 

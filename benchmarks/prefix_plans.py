@@ -18,10 +18,11 @@ import numpy as np
 from harness import Round, report, rounds_parser, take_rounds
 
 from hf_distca import PlanSettings
-from hf_distca.dispatch.padded import PlannedSequences, plan_sequences
 from hf_distca.plan.cost import RowBytes
 from hf_distca.plan.routes import Routes, make_routes
+from hf_distca.planner.padding import plan_padded
 from hf_distca.planner.prefixes import hashes_of
+from hf_distca.planner.sequences import PlannedSequences
 from hf_distca.planner.settings import Choices
 from hf_distca.predict.profile import DeviceProfile
 from hf_distca.predict.setup import Setup
@@ -124,7 +125,7 @@ def planning_ms(
 ) -> float:
     """Return milliseconds of planning a batch on one core."""
     begin = time.process_time()
-    plan_sequences(batch.lengths, settings, hashes)
+    plan_padded(batch.lengths, settings, hashes)
     return (time.process_time() - begin) * 1000
 
 
@@ -145,7 +146,7 @@ def main() -> None:
     batches = dict(drawn(ranks))
     counts = {}
     for name, batch in batches.items():
-        planned = plan_sequences(batch.lengths, settings, batch.hashes)
+        planned = plan_padded(batch.lengths, settings, batch.hashes).sequences
         rows = {"computed rows": planned.computed_rows, "shared rows": planned.shared_rows}
         counts[name] = {**rows, **counted(planned, ranks)}
 

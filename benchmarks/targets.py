@@ -23,11 +23,10 @@ from harness import print_json
 from numpy.typing import NDArray
 
 from hf_distca import PlanSettings
-from hf_distca.collator.collation import SharedRows
 from hf_distca.collator.prefixes import BLOCK_HASH, SharedBeginnings
 from hf_distca.collator.sampler import GlobalBatchSampler, GlobalMicroBatch, fit_documents
 from hf_distca.planner.prefixes import BLOCK, SharedPrefixes
-from hf_distca.planner.sequences import plan_documents
+from hf_distca.planner.sequences import on_rank, plan_sequences
 from hf_distca.sim.lengths import corpora
 from hf_distca.sim.trees import TURNS
 
@@ -105,12 +104,11 @@ def targets_of_ranks(
     most_rows = settings.ranks * settings.tokens_per_rank
     shared = documents.beginnings.shared(excerpts, batch.groups, most_rows, joins=True)
     shared = shared or SharedPrefixes.of_none(lengths)
-    plan = plan_documents(shared, np.arange(len(shared.lengths)), 0, settings)
+    read = plan_sequences(shared, lengths, settings).read
     counts = []
     for rank in range(settings.ranks):
-        rows = SharedRows.of(plan, shared, lengths, rank)
-        first, stop = documents.targets[excerpts["document"][rows.excerpts]].T
-        held = rows.source_rows
+        held = on_rank(read, rank)
+        first, stop = documents.targets[excerpts["document"][held["sequence"]]].T
         counted = np.minimum(held["stop"], stop) - np.maximum(held["start"], first)
         counts.append(int(counted.clip(0).sum()))
     return counts

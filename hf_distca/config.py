@@ -107,18 +107,6 @@ class DistCAConfig:
         "V and their gradients take at most six times this memory, ten times where rows are "
         "forwarded inside nodes, and twice as much with ping-pong.",
     )
-    keep_core_attention: bool = setting(
-        True,
-        "Under gradient checkpointing, keep the output and log-sum-exp of core attention for the "
-        "backward pass instead of exchanging rows and computing core attention again. This keeps "
-        "one row of O and 4 bytes per query head for each token and layer.",
-    )
-    keep_received: bool = setting(
-        False,
-        "Keep the received Q, K and V rows for the backward pass instead of receiving them again. "
-        "This moves fewer bytes and takes more memory. It has no effect where keep_core_attention "
-        "applies.",
-    )
     offload_activations: Switch = setting(
         AUTO,
         "Under gradient checkpointing, a layer's checkpoint goes to host memory while the next "

@@ -10,7 +10,10 @@ from hf_distca.refusal import Refusal
 
 
 def refused(entry: Refusal, **values: Any) -> Any:
-    """Expect the error of an entry; `values` are those of its texts that count, by name."""
+    """Expect the error of an entry, alone or in a list of several.
+
+    `values` are those of its texts that count, by name.
+    """
     return pytest.raises(ValueError, match=pattern(entry, **values))
 
 
@@ -30,4 +33,4 @@ def pattern(entry: Refusal, **values: Any) -> str:
             parts.append(re.escape(field.format(**values)))
         elif name is not None:
             parts.append("(?s:.*?)")
-    return "".join(parts) + "$"
+    return "".join(parts) + r"(\n|$)"

@@ -126,8 +126,7 @@ def calls_of_plan(
     found = []
     for nano in bound:
         routes = nano.routes[kind]
-        schedule = routes.forward if direction == "forward" else routes.backward["nothing"]
-        for phase in schedule:
+        for phase in routes.schedules[direction]:
             for call in phase.run:
                 tasks: BoundTasks = routes.tasks[call.key]
                 found.append(Call(tasks.shapes, tasks.pairs, call.causal))

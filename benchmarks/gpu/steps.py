@@ -5,7 +5,7 @@ in a row.
 import random
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -38,34 +38,27 @@ TIMEOUT_S = 20
 
 @dataclass(frozen=True)
 class Variant:
-    """Variant of a planned step: `reentrant` is the kind of checkpointing, `options` are the
-    dispatcher's.
-    """
+    """Variant of a planned step; `reentrant` is the kind of checkpointing."""
 
-    layout: str = "joint"
+    layout: str = "auto"
     ping_pong: bool = True
     heads: tuple[int, int] = HEADS
     reentrant: bool | None = None
-    options: dict[str, Any] = field(default_factory=dict)
 
 
-AGAIN = {"keep_core_attention": False}
 ON_ONE_RANK = {
     "one nano-batch": Variant(ping_pong=False),
     "ping-pong": Variant(),
     "checkpoint": Variant(reentrant=False),
-    "checkpoint, attention again": Variant(reentrant=False, options=AGAIN),
     "reentrant": Variant(reentrant=True),
-    "reentrant, attention again": Variant(reentrant=True, options=AGAIN),
 }
 ON_TWO_RANKS = {
-    "joint": Variant("joint", ping_pong=False),
+    "auto": Variant("auto", ping_pong=False),
     "fixed": Variant("fixed", ping_pong=False),
-    "joint, ping-pong": Variant("joint"),
+    "auto, ping-pong": Variant("auto"),
     "fixed, ping-pong": Variant("fixed"),
-    "fixed, ping-pong, received rows kept": Variant("fixed", options={"keep_received": True}),
     "fixed, 14 heads": Variant("fixed", heads=(14, 2)),
-    "joint, 9 heads": Variant("joint", heads=(9, 3)),
+    "auto, 9 heads": Variant("auto", heads=(9, 3)),
 }
 WINDOWS = {"sliding_window": 100, "layer_types": ["sliding_attention", "full_attention"]}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -97,12 +90,11 @@ def planned_result(
         ping_pong=variant.ping_pong,
         ranks=ranks,
         exchange_timeout=TIMEOUT_S,
-        **variant.options,
     )
     if variant.reentrant is not None:
         enable_checkpointing(model, {"use_reentrant": variant.reentrant})
     documents = documents_of(lengths)
-    if variant.layout == "joint":
+    if variant.layout == "auto":
         plan = plan_micro_batch(lengths, dispatcher.settings)
     else:  # the long documents on one rank, the short ones on the other
         documents.sort(key=len, reverse=True)

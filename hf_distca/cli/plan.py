@@ -118,9 +118,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     model_help = f"model whose attention to plan and whose memory to count: {MODEL_SOURCES}"
     add("--model", metavar="CONFIG", help=model_help)
-    add_settings(
-        parser, "keep_core_attention", "keep_received", "loss_chunk_bytes", "mlp_chunk_rows"
-    )
+    add_settings(parser, "loss_chunk_bytes", "mlp_chunk_rows")
     strategy_help = "count one strategy only, which is faster, with --model (default: all)"
     add("--strategy", choices=STRATEGIES, help=strategy_help)
     device_help = "memory of a device: show the longest rows that fit, with --model"

@@ -32,6 +32,7 @@ from hf_distca.cli.sources import (
     drawn_padded_batches,
 )
 from hf_distca.config import DistCAConfig
+from hf_distca.planner.padding import PlannedPadding, plan_padded
 from hf_distca.planner.settings import Choices, PlanSettings
 from hf_distca.predict.profile import DeviceProfile
 from hf_distca.predict.setup import Setup
@@ -39,7 +40,6 @@ from hf_distca.predict.shapes import MODELS, ModelShape
 from hf_distca.progress import TORCH_AND_TRANSFORMERS, importing, terminal_status
 from hf_distca.sim.padded import (
     PaddedFigures,
-    PlannedBatches,
     padded_advice,
     padded_columns,
     simulate_padded,
@@ -215,16 +215,14 @@ def _padded(
 
     Plans without gradients are chosen by the forward alone, as in training.
     """
-    from hf_distca.dispatch.padded import plan_sequences
-
     batches = drawn_padded_batches(options, setup.ranks, options.padded, options.batches)
 
-    def plan(batch: DrawnBatch, setup_of_batch: Setup) -> PlannedBatches:
+    def plan(batch: DrawnBatch, setup_of_batch: Setup) -> PlannedPadding:
         # On one rank nothing is chosen.
         choices = (
             None if setup_of_batch.ranks == 1 else Choices.beside(settings, setup_of_batch.costs)
         )
-        return plan_sequences(batch.lengths, replace(settings, choices=choices), batch.hashes)
+        return plan_padded(batch.lengths, replace(settings, choices=choices), batch.hashes)
 
     return simulate_padded(batches, setup, settings, plan)
 

@@ -22,10 +22,9 @@ from hf_distca.collator.documents import (
 from hf_distca.collator.prefixes import SharedBeginnings
 from hf_distca.collator.sampler import GlobalMicroBatch
 from hf_distca.plan import PLAN_KEY, MicroBatchPlan
-from hf_distca.plan.intervals import IntArray, Table, rounds_of
-from hf_distca.planner.micro_batch import plan_micro_batch
+from hf_distca.plan.intervals import rounds_of
 from hf_distca.planner.prefixes import SharedPrefixes
-from hf_distca.planner.sequences import held_rows, plan_documents, rows_read, with_offsets
+from hf_distca.planner.sequences import NO_SEQUENCE, PlannedSequences, on_rank, plan_sequences
 from hf_distca.planner.settings import PlanSettings
 
 logger = logging.getLogger(__name__)
@@ -36,49 +35,22 @@ in each of which a row comes once."""
 
 
 @dataclass(frozen=True, eq=False)
-class SharedRows:
-    """Rows that a rank holds for several excerpts.
-
-    Attributes:
-        owners: [documents] an excerpt that has all rows of each document of the plan.
-        source_rows: [entries] of dtype HELD: rows [start, stop) of an excerpt, held by
-            the rank.
-        excerpts: [entries] excerpt of each entry.
-    """
-
-    owners: IntArray
-    source_rows: Table
-    excerpts: IntArray
-
-    @classmethod
-    def of(
-        cls, plan: MicroBatchPlan, shared: SharedPrefixes, lengths: IntArray, rank: int
-    ) -> "SharedRows":
-        """Return the rows of one rank.
-
-        Args:
-            lengths: [excerpts] tokens of each.
-        """
-        rows_of_ranks = with_offsets(held_rows(plan, 0, np.arange(len(shared.lengths))))
-        source_rows, excerpts = rows_read(rows_of_ranks, shared, lengths)
-        is_here = source_rows["rank"] == rank
-        return cls(shared.owners, source_rows.compress(is_here), excerpts[is_here])
-
-
-@dataclass(frozen=True, eq=False)
 class PlannedDocuments:
     """A planned global micro-batch with the documents of which one rank holds rows.
 
-    The plan's documents are the excerpts in order, or what they are divided into where they share
-    rows. One-token fillers follow until every rank holds a row: a rank without rows would be
-    missing in every exchange.
+    The sequences of the micro-batch are its excerpts in order.
     """
 
-    plan: MicroBatchPlan
+    sequences: PlannedSequences
     excerpts: NDArray[np.void]  # [excerpts] of dtype EXCERPT
     # Whole documents from `token_document`, by index in the data set.
     documents: dict[int, NDArray[np.int64]]
-    shared: SharedRows | None = None  # None if excerpts share no rows
+
+    @property
+    def plan(self) -> MicroBatchPlan:
+        """Plan of the micro-batch."""
+        (plan,) = self.sequences.plans
+        return plan
 
     def rows(self, excerpt: int) -> NDArray[np.int64]:
         """Return [2, rows] tokens and targets of an excerpt."""
@@ -120,34 +92,19 @@ class RankDocuments(Dataset[PlannedDocuments]):
         return len(self.lengths)
 
     def __getitem__(self, micro_batch: GlobalMicroBatch) -> PlannedDocuments:
-        # 1. Plan the micro-batch, with fillers until every rank holds a row. There are enough as
-        # soon as there are as many tokens as ranks, or as many documents that stay whole.
+        # 1. Plan the micro-batch.
         excerpts = micro_batch.excerpts
         lengths = excerpts["stop"] - excerpts["start"]
-        shared_prefixes = self._shared_prefixes(micro_batch)
-        stay_whole = self.settings.document_layout == "whole"
-        trees = len(lengths) if shared_prefixes is None else shared_prefixes.trees
-        rows = int(lengths.sum()) if shared_prefixes is None else shared_prefixes.rows
-        fillers = max(self.settings.ranks - (trees if stay_whole else rows), 0)
         choices = self.settings.choices if micro_batch.choices is None else micro_batch.choices
         settings = replace(self.settings, choices=choices)
-        shared: SharedRows | None = None
-        if shared_prefixes is None:
-            plan = plan_micro_batch(lengths.tolist() + [1] * fillers, settings)
-            plan = replace(plan, fillers=fillers)
-        else:
-            plan = plan_documents(
-                shared_prefixes, np.arange(len(shared_prefixes.lengths)), fillers, settings
-            )
-            plan = replace(plan, shared_rows=int(lengths.sum()) - rows)
-            shared = SharedRows.of(plan, shared_prefixes, lengths, self.rank)
-        # 2. Read the documents of which this rank holds rows. Fillers come after all others.
-        used = {document for document, _, _ in plan.held_by(self.rank)}
-        if shared is not None:
-            held_documents = [document for document in used if document < len(shared.owners)]
-            used = {*shared.owners[held_documents].tolist(), *shared.excerpts.tolist()}
-        excerpts_on_rank = sorted(index for index in used if index < len(excerpts))
-        indices = np.unique(excerpts["document"][excerpts_on_rank]).tolist()
+        trees = self._shared_prefixes(micro_batch) or SharedPrefixes.of_none(lengths)
+        sequences = plan_sequences(trees, lengths, settings)
+        # 2. Read the documents of which this rank holds rows.
+        held = on_rank(sequences.held, self.rank)["sequence"]
+        used = held[held != NO_SEQUENCE]
+        if sequences.shared_rows:
+            used = np.append(used, on_rank(sequences.read, self.rank)["sequence"])
+        indices = np.unique(excerpts["document"][used]).tolist()
         if hasattr(self.dataset, "__getitems__"):  # one batched read
             examples = self.dataset.__getitems__(indices)
         else:
@@ -157,7 +114,7 @@ class RankDocuments(Dataset[PlannedDocuments]):
             document = token_document(example, f"document {index} of {self.name}", self.columns)
             check_planned_length(document, self.lengths[index], index, self.name)
             documents[index] = document
-        return PlannedDocuments(plan, excerpts, documents, shared)
+        return PlannedDocuments(sequences, excerpts, documents)
 
     def _shared_prefixes(self, micro_batch: GlobalMicroBatch) -> SharedPrefixes | None:
         """Return what the excerpts of a micro-batch share; None if nothing."""
@@ -225,23 +182,21 @@ class DistCACollator:
                 "data set and GlobalBatchSampler as its batch_sampler"
             )
         (planned,) = features
-        shared = planned.shared
-        documents = len(planned.excerpts) if shared is None else len(shared.owners)
         parts: list[tuple[int, NDArray[np.int64]]] = []
-        for document, start, stop in planned.plan.held_by(self.rank):
-            if document >= documents:
+        for entry in on_rank(planned.sequences.held, self.rank):
+            start, excerpt = int(entry["start"]), int(entry["sequence"])
+            if excerpt == NO_SEQUENCE:
                 rows = np.array([[self.filler_token_id], [IGNORED_TARGET]])
             else:
-                excerpt = document if shared is None else int(shared.owners[document])
-                rows = planned.rows(excerpt)[:, start:stop]
+                rows = planned.rows(excerpt)[:, start : entry["stop"]]
             parts.append((start, rows))
         batch: dict[str, Any] = rows_batch(parts)
-        if shared is not None:
-            batch |= shared_targets(planned, shared)
+        if planned.sequences.shared_rows:
+            batch |= shared_targets(planned, self.rank)
         return {**batch, PLAN_KEY: planned.plan}
 
 
-def shared_targets(planned: PlannedDocuments, shared: SharedRows) -> dict[str, Any]:
+def shared_targets(planned: PlannedDocuments, rank: int) -> dict[str, Any]:
     """Return the targets of a rank's rows for all excerpts that have them, and the targets' rows.
 
     Rows without a target are left out. Without any target there is one label that does not count.
@@ -251,8 +206,8 @@ def shared_targets(planned: PlannedDocuments, shared: SharedRows) -> dict[str, A
     """
     targets: list[NDArray[np.int64]] = []
     rows: list[NDArray[np.int64]] = []
-    for entry, excerpt in zip(shared.source_rows, shared.excerpts.tolist(), strict=True):
-        entry_targets = planned.rows(excerpt)[1, entry["start"] : entry["stop"]]
+    for entry in on_rank(planned.sequences.read, rank):
+        entry_targets = planned.rows(int(entry["sequence"]))[1, entry["start"] : entry["stop"]]
         has_target = np.flatnonzero(entry_targets != IGNORED_TARGET)
         targets.append(entry_targets[has_target])
         rows.append(entry["offset"] + has_target)

@@ -22,12 +22,11 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from hf_distca.dispatch.bound import BoundNanoBatch, BoundPlan
-from hf_distca.dispatch.checkpoints import is_checkpointed, is_recomputation
-from hf_distca.dispatch.executor import CoreAttention, ReceivedRows, without_autocast
+from hf_distca.dispatch.checkpoints import ForwardResults
+from hf_distca.dispatch.executor import CoreAttention, without_autocast
 from hf_distca.dispatch.recorder import Work
 from hf_distca.kernels import AttentionParams, Need
 from hf_distca.plan import AttentionKind, Direction
-from hf_distca.plan.schedule import KeptRows
 
 
 def disaggregated_attention(
@@ -62,7 +61,7 @@ def disaggregated_attention(
     kind = AttentionKind(
         params.window, q_THD.shape[1], k_TGD.shape[1], q_THD.shape[2], v_TGE.shape[2], chunk
     )
-    call = _LayerCall.begin(plan, kind, params, module)
+    call = _LayerCall(plan, kind, params, module)
     if kind in plan.local:
         return _attend_locally(call, q_THD, k_TGD, v_TGE, sinks_H)
     # 1. Divide the rows between the nano-batches.
@@ -71,52 +70,34 @@ def disaggregated_attention(
     divided = [
         (x_T,) if len(sizes) == 1 else torch.split(x_T, sizes) for x_T in (q_THD, k_TGD, v_TGE)
     ]
-    parts = [
-        (call.core_attention(nano, has_sinks=sinks_H is not None), qkv)
-        for nano, *qkv in zip(plan.nano_batches, *divided, strict=True)
-    ]
+    parts = []
+    for nano, *qkv in zip(plan.nano_batches, *divided, strict=True):
+        results = call.results(nano)
+        parts.append((call.core_attention(nano, results), results, qkv))
     # 2. Make the nodes. The order is the same whether both nano-batches are here or take turns:
     #    ranks stay in step even if nano-batches take turns on some ranks only. A recomputation
     #    keeps the order too: checkpointing matches saved tensors by order.
-    tokens = [_Send.apply(core, *qkv) for core, qkv in parts]
+    tokens = [_Send.apply(core, *qkv) for core, _, qkv in parts]
     plan.pause()
-    tokens = [_Compute.apply(core, token) for (core, _), token in zip(parts, tokens, strict=True)]
+    tokens = [_Compute.apply(core, token) for (core, *_), token in zip(parts, tokens, strict=True)]
     plan.pause()
     outputs = []
-    for (core, qkv), token in zip(parts, tokens, strict=True):
+    for (core, results, qkv), token in zip(parts, tokens, strict=True):
         o_THE, lse_TH = _Receive.apply(core, token, *qkv, sinks_H)
-        call.keep_results(core.nano.index, o_THE, lse_TH)
+        if results.keeps:
+            results.keep(o_THE.detach(), lse_TH)
         outputs.append(o_THE)
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
 
 @dataclass(frozen=True)
 class _LayerCall:
-    """One call of a layer's core attention in a forward, which a checkpoint may recompute."""
+    """One call of a layer's core attention."""
 
     plan: BoundPlan
     kind: AttentionKind
     params: AttentionParams
     module: nn.Module | None
-    recomputes: bool  # whether this forward is a checkpoint's recomputation
-    keeps_results: bool  # whether O and LSE are kept for the recomputation of this forward
-
-    @classmethod
-    def begin(
-        cls,
-        plan: BoundPlan,
-        kind: AttentionKind,
-        params: AttentionParams,
-        module: nn.Module | None,
-    ) -> "_LayerCall":
-        """Return the call that happens now."""
-        recomputes = is_recomputation()
-        keeps_results = (
-            plan.runtime.keep_core_attention
-            and not recomputes
-            and is_checkpointed(module is None or module.training)
-        )
-        return cls(plan, kind, params, module, recomputes, keeps_results)
 
     @property
     def layer(self) -> int | None:
@@ -124,18 +105,12 @@ class _LayerCall:
         index: int | None = getattr(self.module, "layer_idx", None)
         return index
 
-    def known_results(self, nano_batch: int) -> Any:
-        """Return O and LSE that the first forward kept for this recomputation, or None."""
-        if not self.recomputes:
-            return None
-        return self.plan.kept_results.take((self.module, nano_batch))
+    def results(self, nano: BoundNanoBatch) -> ForwardResults:
+        """Return what a checkpoint keeps of O and LSE of a nano-batch."""
+        training = self.module is None or self.module.training
+        return ForwardResults(self.plan.kept_results, (self.module, nano.index), training=training)
 
-    def keep_results(self, nano_batch: int, o_THE: Tensor, lse_TH: Tensor) -> None:
-        """Keep O and LSE of a nano-batch if a recomputation will need them."""
-        if self.keeps_results:
-            self.plan.kept_results.keep((self.module, nano_batch), (o_THE.detach(), lse_TH))
-
-    def core_attention(self, nano: BoundNanoBatch, *, has_sinks: bool) -> CoreAttention:
+    def core_attention(self, nano: BoundNanoBatch, results: ForwardResults) -> CoreAttention:
         """Return the core attention of one nano-batch, for which rows move."""
         if self.kind not in nano.routes:
             kinds = "; ".join(map(str, (*self.plan.local, *nano.routes)))
@@ -143,16 +118,9 @@ class _LayerCall:
                 f"a layer has {self.kind}, but the plan was made for {kinds}; list the kinds of "
                 "all layers in PlanSettings.kinds"
             )
-        runtime = self.plan.runtime
-        # Asked first: `known_results` takes them away.
-        were_kept = self.recomputes and (self.module, nano.index) in self.plan.kept_results
-        known = self.known_results(nano.index)
-        kept_rows: KeptRows = "nothing"
-        # Results kept through a checkpoint outlive the rows that the first forward received.
-        if runtime.keep_received and not self.keeps_results and not were_kept:
-            # With sinks, the worker's O and LSE are not final.
-            kept_rows = "received" if has_sinks else "results"
-        return CoreAttention(runtime, nano, self.kind, self.params, self.layer, kept_rows, known)
+        return CoreAttention(
+            self.plan.runtime, nano, self.kind, self.params, self.layer, results.known
+        )
 
 
 def _attend_locally(
@@ -161,11 +129,11 @@ def _attend_locally(
     """Compute core attention of a kind for which nothing moves, and return o_THE."""
     runtime = call.plan.runtime
     tasks = call.plan.local[call.kind]
-    nano_batch = call.plan.nano_batches[0].index
+    nano = call.plan.nano_batches[0]
 
     def run(direction: Direction, *inputs: Tensor) -> tuple[Tensor, ...]:
         """Call the kernel on all rows, recorded as one phase."""
-        work = Work(call.layer, nano_batch, direction)
+        work = Work(call.layer, nano.index, direction)
         compute: Callable[..., tuple[Tensor, ...]] = getattr(runtime.kernel, direction)
         with (
             without_autocast(runtime.device.type),
@@ -174,10 +142,11 @@ def _attend_locally(
         ):
             return compute(*inputs, tasks.shapes, call.params)
 
-    known = call.known_results(nano_batch)
+    results = call.results(nano)
     o_THE: Tensor
-    o_THE, lse_TH = _Local.apply(run, known, q_THD, k_TGD, v_TGE, sinks_H)
-    call.keep_results(nano_batch, o_THE, lse_TH)
+    o_THE, lse_TH = _Local.apply(run, results.known, q_THD, k_TGD, v_TGE, sinks_H)
+    if results.keeps:
+        results.keep(o_THE.detach(), lse_TH)
     return o_THE
 
 
@@ -221,7 +190,7 @@ class _Send(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, _token: Tensor) -> tuple[Tensor | None, ...]:
-        return None, *ctx.core.end().results.at("local")
+        return None, *ctx.core.end()
 
 
 class _Compute(torch.autograd.Function):
@@ -252,22 +221,15 @@ class _Receive(torch.autograd.Function):
         ctx.core = core
         results = core.first_results
         core.first_results = None  # autograd keeps them, or hooks that offload them
-        received: ReceivedRows = {}
         if results is None:
-            ended = core.end()
-            results = _with_sinks(ended.results.at("local"), sinks_H)
-            received = ended.rows_for_backward()
-        ctx.received = tuple(received)
-        return _save(ctx, qkv, results, sinks_H, *received.values())
+            results = _with_sinks(core.end(), sinks_H)
+        return _save(ctx, qkv, results, sinks_H)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, do_THE: Tensor, _lse: Tensor | None) -> tuple[Tensor | None, ...]:
-        saved = ctx.saved_tensors  # unpacked once, as checkpoints want it
-        inputs = saved[:5]
-        sinks_H = saved[5]
-        received = dict(zip(ctx.received, saved[6:], strict=True))
-        ctx.core.begin("backward", do_THE, *inputs, received=received)
+        *inputs, sinks_H = ctx.saved_tensors  # unpacked once, as checkpoints want it
+        ctx.core.begin("backward", do_THE, *inputs)
         d_sinks_H = _sink_gradient(ctx, do_THE, inputs[3], inputs[4], sinks_H)
         token = do_THE.new_empty(0)
         # The gradients of Q, K and V come from the node of `_Send`.
@@ -275,10 +237,10 @@ class _Receive(torch.autograd.Function):
 
 
 def _save(
-    ctx: Any, qkv: list[Tensor], results: tuple[Tensor, ...], *further: Tensor | None
+    ctx: Any, qkv: list[Tensor], results: tuple[Tensor, ...], sinks_H: Tensor | None
 ) -> tuple[Tensor, ...]:
     """Save a node's inputs and results, O and LSE, for the backward; return the results."""
-    ctx.save_for_backward(*qkv, *results, *further)
+    ctx.save_for_backward(*qkv, *results, sinks_H)
     ctx.mark_non_differentiable(results[1])
     ctx.set_materialize_grads(False)  # no zeros for the gradient of LSE, which is unused
     return results

@@ -29,13 +29,12 @@ from hf_distca.dispatch.rows import (
     row_index,
 )
 from hf_distca.kernels import Kernel, TaskShapes
-from hf_distca.plan import AttentionKind, MicroBatchPlan, NanoBatch, Plan
+from hf_distca.plan import AttentionKind, Direction, MicroBatchPlan, NanoBatch, Plan
 from hf_distca.plan.cost import pairs
 from hf_distca.plan.intervals import expand
 from hf_distca.plan.routes import CallTasks, Routes, Stage, make_routes, nothing_moves
 from hf_distca.plan.schedule import (
     CallKey,
-    KeptRows,
     Location,
     Schedule,
     Transfer,
@@ -134,7 +133,7 @@ class BoundRoutes:
         begins_with_no_keys: places whose queries have the result of no keys before any call.
         gradients: sources of each gradient, by its name and its place: "local" or "received" rows,
             or the stage of received K/V rows.
-        forward, backward: schedules; the backward's by the rows that the forward kept.
+        schedules: the schedule of each direction.
     """
 
     def __init__(self, plan: Plan, rank: int, turn: Turn, buffer: IndexBuffer) -> None:
@@ -189,18 +188,17 @@ class BoundRoutes:
         self.gradients = self._bind_gradients(routes, local, remote, buffer)
 
         # 4. The order of all that.
-        schedule = partial(
-            make_schedule,
-            turn=turn,
-            calls=frozenset(self.tasks),
-            windowed=plan.window is not None,
-            stages=len(routes.stages),
-            forwards=self.forwards,
-            servers=bool(self.servers),
-        )
-        self.forward = schedule("forward")
-        self.backward: dict[KeptRows, Schedule] = {
-            kept_rows: schedule("backward", kept_rows=kept_rows) for kept_rows in get_args(KeptRows)
+        self.schedules: dict[Direction, Schedule] = {
+            direction: make_schedule(
+                direction,
+                turn,
+                calls=frozenset(self.tasks),
+                windowed=plan.window is not None,
+                stages=len(routes.stages),
+                forwards=self.forwards,
+                servers=bool(self.servers),
+            )
+            for direction in get_args(Direction)
         }
 
     def _bind_keys(self, stage: Stage, buffer: IndexBuffer) -> Route:
@@ -440,10 +438,6 @@ class Runtime:
     kernel: Kernel
     recorder: Recorder
     remote: RemotePlan | None = None  # the plan at its dedicated servers
-    # Keep received Q, K and V rows for the backward instead of receiving them again.
-    keep_received: bool = False
-    # Keep O and LSE of checkpointed layers instead of computing them again.
-    keep_core_attention: bool = True
     # Functions of mixing modules by name, in place of transformers' own.
     functions: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
     # Host memory for the checkpoints of this micro-batch's layers; None keeps them on the device.

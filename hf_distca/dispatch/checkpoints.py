@@ -31,10 +31,6 @@ class KeptResults:
     def __len__(self) -> int:
         return len(self._kept)
 
-    def __contains__(self, key: Hashable) -> bool:
-        """Return whether tensors were kept under a key, even if `take` does not return them."""
-        return key in self._kept
-
     def keep(self, key: Hashable, tensors: tuple[Tensor, ...]) -> None:
         """Keep tensors under a key until `take`; the tensors must not change until then.
 
@@ -56,6 +52,26 @@ class KeptResults:
         del self._kept[key]
         hooks, packed = entry
         return tuple(packed if hooks is None else map(hooks[1], packed))
+
+
+class ForwardResults:
+    """What is kept of a module's results on a nano-batch, as one forward sees it.
+
+    Attributes:
+        known: tensors that the first forward kept for this recomputation; None if there are none.
+        keeps: whether this is a first forward, and a recomputation will need tensors of it.
+    """
+
+    def __init__(self, kept: KeptResults, key: Hashable, *, training: bool) -> None:
+        recomputes = is_recomputation()
+        self.known = kept.take(key) if recomputes else None
+        self.keeps = not recomputes and is_checkpointed(training)
+        self._kept = kept
+        self._key = key
+
+    def keep(self, *tensors: Tensor) -> None:
+        """Keep tensors without gradients; they must not change until the recomputation."""
+        self._kept.keep(self._key, tensors)
 
 
 def is_recomputation() -> bool:

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from hf_distca.dispatch.checkpoints import KeptResults, is_checkpointed, is_recomputation
+from hf_distca.dispatch.checkpoints import ForwardResults, KeptResults
 from hf_distca.dispatch.exchange import Exchange, ExchangeBuffer, Route, bound_route
 from hf_distca.dispatch.recorder import NOT_MEASURED, Recorder, Work
 from hf_distca.dispatch.rows import IndexBuffer, RowSum
@@ -142,21 +142,15 @@ class _Exchange:
         exchange: Exchange,
         recorder: Recorder,
         kept: KeptResults,
-        *,
-        keep: bool,
     ) -> None:
         self._name = name
         self._exchange = exchange
         self._recorder = recorder
         self._nano_batch = nano_batch
         self._layer = getattr(module, "layer_idx", None)
-        self._key = (module, nano_batch, name)
-        self._kept = kept
-        recomputes = is_recomputation()
         # A checkpointed forward keeps what it received, so that the recomputation does not exchange
         # again.
-        self._keeps = keep and not recomputes and is_checkpointed(module.training)
-        self.known = kept.take(self._key) if recomputes and self._key in kept else None
+        self.results = ForwardResults(kept, (module, nano_batch, name), training=module.training)
         self._buffer: ExchangeBuffer
 
     def _start(self, route: Route, columns: Sequence[Tensor], *, back: bool = False) -> None:
@@ -182,7 +176,7 @@ class _Send(torch.autograd.Function):
     def forward(ctx: Any, exchange: Any, *tensors: Any) -> Tensor:
         ctx.exchange = exchange
         ctx.count = len(tensors)
-        if exchange.known is None:
+        if exchange.results.known is None:
             exchange.begin(*tensors)
         token: Tensor = tensors[-1].new_empty(0)
         return token
@@ -231,9 +225,10 @@ class HaloExchange(_Exchange):
     def end(self, _ctx: Any, x_TC: Tensor) -> Tensor:
         """Finish the forward's exchange and return the results of `receive`."""
         bound = self.bound
-        (received_RC,) = self._wait("forward") if self.known is None else self.known
-        if self._keeps:
-            self._kept.keep(self._key, (received_RC.clone(),))  # the exchange reuses its memory
+        known = self.results.known
+        (received_RC,) = self._wait("forward") if known is None else known
+        if self.results.keeps:
+            self.results.keep(received_RC.clone())  # the exchange reuses its memory
         # Own rows and halos side by side, each document's halo before its segment.
         x_XC = x_TC.new_zeros((bound.rows, *x_TC.shape[1:]))
         x_XC.index_copy_(0, bound.places_T, x_TC)
@@ -317,14 +312,14 @@ class StateExchange(_Exchange):
 
     def end(self, ctx: Any, rows: Tensor, *factors: Tensor | None) -> tuple[Tensor, ...]:
         """Finish the forward's exchange and return the results of `receive`."""
-        states = self.known
+        states = self.results.known
         if states is None:
             all_factors, offsets = self._arrived("forward")
             states = tuple(
                 _chained(earlier, all_factors, offsets) for earlier in self.bound.earlier if earlier
             )
-        if self._keeps:
-            self._kept.keep(self._key, tuple(state.detach() for state in states))
+        if self.results.keeps:
+            self.results.keep(*(state.detach() for state in states))
         ctx.states = len(states)
         ctx.save_for_backward(*states, *factors)
         return rows, *states

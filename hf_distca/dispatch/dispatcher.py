@@ -48,9 +48,6 @@ class Dispatcher:
         settings: Settings of plans, the same on every rank.
         device: Device of this rank.
         mesh: Ranks that train together, `settings.ranks` in number. None takes all ranks.
-        keep_received: Keep received Q, K and V rows from the forward pass for the backward pass.
-        keep_core_attention: Under gradient checkpointing, keep O and log-sum-exp of core attention
-            for the backward pass instead of exchanging and computing again.
         exchange_timeout: Seconds until an exchange with a rank that does not answer fails.
 
     Attributes:
@@ -72,16 +69,12 @@ class Dispatcher:
         device: torch.device,
         mesh: RankMesh | None = None,
         *,
-        keep_received: bool = False,
-        keep_core_attention: bool = True,
         exchange_timeout: float = 1800.0,
     ) -> None:
         self.settings = settings
         self.device = torch.device(device)
         self.groups = Groups(self.device, exchange_timeout, mesh)
         self.recorder = Recorder(self.device)
-        self.keep_received = keep_received
-        self.keep_core_attention = keep_core_attention
         self.limits: Limits = NO_LIMITS
         self.remote: RemoteWorkers | None = None
         self.offload: ActivationOffload | None = None
@@ -93,7 +86,6 @@ class Dispatcher:
         # Compare the kernel's own name: "auto" depends on the installed packages.
         mine: dict[str, Any] = {"attention_kernel": self.kernel.name}
         mine |= {field.name: getattr(settings, field.name) for field in fields(settings)}
-        mine |= {"keep_received": keep_received, "keep_core_attention": keep_core_attention}
         settings_of_ranks = self.groups.all_gather(mine)
         with self.groups.raised_together(in_world=True):
             if settings.ranks != self.groups.ranks:
@@ -156,16 +148,9 @@ class Dispatcher:
         remote = None
         if self.remote is not None:
             plan, remote = self.remote.bind(plan, self.settings)
-        keeps = self.keep_received, self.keep_core_attention
         offload = None if self.offload is None else OffloadedForward(self.offload)
         runtime = Runtime(
-            self.device,
-            self.exchange,
-            self.kernel,
-            self.recorder,
-            remote,
-            *keeps,
-            offload=offload,
+            self.device, self.exchange, self.kernel, self.recorder, remote, offload=offload
         )
         return BoundPlan(plan, self.groups.rank, runtime)
 

@@ -21,12 +21,10 @@ from hf_distca.dispatch.recorder import NO_ROWS, NOT_MEASURED, Work
 from hf_distca.dispatch.rows import RowIndex, merge_rows, put, take
 from hf_distca.kernels import AttentionParams
 from hf_distca.plan import AttentionKind, Direction
-from hf_distca.plan.schedule import KeptRows, KernelCall, Location, Phase, Transfer
+from hf_distca.plan.schedule import KernelCall, Location, Phase, Transfer
 
 Columns = dict[str, Tensor]
 """Rows of one place, by column."""
-ReceivedRows = dict[tuple[str, int], Tensor]
-"""Received rows by column and stage; queries have stage 0."""
 INPUTS: dict[Direction, tuple[str, ...]] = {
     "forward": ("q", "k", "v"),
     "backward": ("do", "q", "k", "v", "o", "lse"),
@@ -52,25 +50,22 @@ class CoreAttention:
     kind: AttentionKind
     params: AttentionParams
     layer: int | None = None
-    kept_rows: KeptRows = "nothing"  # received rows that the forward keeps for the backward
     # O and LSE of the first forward, for a recomputation that does nothing.
     first_results: tuple[Tensor, ...] | None = None
     lost: frozenset[int] = frozenset()  # servers whose tasks the ranks compute, and no others
     running: "Pass" = field(init=False)  # the pass that has begun and not ended
 
-    def begin(
-        self, direction: Direction, *inputs: Tensor, received: ReceivedRows | None = None
-    ) -> None:
+    def begin(self, direction: Direction, *inputs: Tensor) -> None:
         """Begin a pass and run its phases up to the first pause."""
-        self.running = Pass(self, direction, inputs, received or {})
+        self.running = Pass(self, direction, inputs)
         self.running.go_on()
 
-    def end(self) -> "Pass":
-        """Run the phases after the last pause and return the pass."""
+    def end(self) -> tuple[Tensor, ...]:
+        """Run the phases after the last pause and return the results of local rows."""
         ended = self.running
         del self.running  # its memory ends with its direction
         ended.go_on()
-        return ended
+        return ended.results.at("local")
 
 
 class Pass:
@@ -78,35 +73,25 @@ class Pass:
 
     Attributes:
         local: INPUTS of the direction, of all local rows.
-        received: rows that have arrived, or that the forward kept for the backward.
+        received: rows that have arrived, by column and stage; queries have stage 0.
         results: O and LSE, or gradients, as far as they are computed.
         phases: phases of the schedule that have not run yet.
     """
 
-    def __init__(
-        self,
-        core: CoreAttention,
-        direction: Direction,
-        inputs: Iterable[Tensor],
-        received: ReceivedRows,
-    ) -> None:
+    def __init__(self, core: CoreAttention, direction: Direction, inputs: Iterable[Tensor]) -> None:
         self.core = core
         self.runtime = core.runtime
         nano = core.nano
-        forward = direction == "forward"
         if core.lost:
             self.routes = nano.repair(core.kind, core.lost, self.runtime.remote)
         else:
             self.routes = nano.routes[core.kind]
         self.local: Columns = dict(zip(INPUTS[direction], inputs, strict=True))
-        self.received = dict(received)
+        self.received: dict[tuple[str, int], Tensor] = {}
         self.work = Work(core.layer, nano.index, direction)
-        make_results = _Outputs if forward else _Gradients
+        make_results = _Outputs if direction == "forward" else _Gradients
         self.results: _Outputs | _Gradients = make_results(self.routes, self.local)
-        self.phases = deque(
-            self.routes.forward if forward else self.routes.backward[core.kept_rows]
-        )
-        self._keeps_received = forward and core.kept_rows != "nothing"
+        self.phases = deque(self.routes.schedules[direction])
         self._under_way: dict[Transfer, ExchangeBuffer] = {}
         self._servers = _OnServers(core, self.work, self.local, self.results)
 
@@ -121,18 +106,9 @@ class Pass:
                 if phase.pause:
                     break
         only_waits = not any(phase.run or phase.send for phase in self.phases)
-        if only_waits and self.work.direction == "backward" and not self.routes.servers:
+        if only_waits and not self.routes.servers:
             self.local.clear()  # free the memory while the last rows travel
             self.received.clear()
-
-    def rows_for_backward(self) -> ReceivedRows:
-        """Return the received rows, O and LSE that the backward needs, after the forward."""
-        if not self._keeps_received:
-            return {}
-        if self.core.kept_rows == "received":
-            return self.received
-        o_RHE, lse_RH = self.results.at("received")
-        return {**self.received, ("o", 0): o_RHE, ("lse", 0): lse_RH}
 
     def _run(self, phase: Phase) -> None:
         recorder = self.runtime.recorder
@@ -237,10 +213,8 @@ class Pass:
             case "forwarded", True:
                 pass  # the rows go on from this memory
             case (("queries" | "keys" | "forwarded"), False):
-                # Rows that are kept are copied: the exchange uses its memory again.
                 for name, rows_R in columns.items():
-                    kept_R = rows_R.clone() if self._keeps_received else rows_R
-                    self.received[name, transfer.stage] = kept_R
+                    self.received[name, transfer.stage] = rows_R
 
 
 @dataclass(eq=False)
@@ -272,7 +246,7 @@ class _OnServers:
             repair = CoreAttention(
                 core.runtime, core.nano, core.kind, core.params, core.layer, lost=lost
             )
-            repair_pass = Pass(repair, self.work.direction, self.local.values(), {})
+            repair_pass = Pass(repair, self.work.direction, self.local.values())
             while repair_pass.phases:
                 repair_pass.go_on()
             repaired = repair_pass.results.at("local")

@@ -12,7 +12,6 @@ padded batch; N rows of all micro-batches that this rank holds; C integers of ea
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from itertools import count
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -26,33 +25,14 @@ from hf_distca.batches.refusals import Batch
 from hf_distca.dispatch.bound import BoundPlan
 from hf_distca.dispatch.dispatcher import Dispatcher
 from hf_distca.dispatch.groups import Groups
-from hf_distca.plan import MicroBatchPlan
-from hf_distca.plan.intervals import expand, rounds_of
-from hf_distca.planner.bin_packing import largest_first, place_evenly
-from hf_distca.planner.branches import Forest
-from hf_distca.planner.prefixes import Hashes, SharedPrefixes, hashes_of, share_prefixes
-from hf_distca.planner.sequences import held_rows, plan_documents, rows_read, with_offsets
-from hf_distca.planner.settings import PlanSettings
+from hf_distca.plan.intervals import Table, expand, rounds_of, row_counts
+from hf_distca.planner.padding import NO_RANK, PlannedPadding, plan_padded
+from hf_distca.planner.prefixes import Hashes, hashes_of
+from hf_distca.planner.sequences import on_rank
 
 PLANS_KEPT = 16
 """Least number of plans that are kept: a reference model, or another pass over rollouts, has the
 same lengths."""
-NO_RANK = -1
-"""Source of the rows that no rank was given: a filler's."""
-
-SHARE = np.dtype(
-    [
-        ("rank", np.int64),  # the rank that holds these rows
-        ("micro_batch", np.int64),
-        ("source", np.int64),  # the rank that was given the sequence; NO_RANK for a filler
-        ("sequence", np.int64),  # index of the sequence in the batch of its source
-        ("start", np.int64),  # first token of the sequence
-        ("stop", np.int64),  # one past its last token
-        # Row of token `start` among the rows of all micro-batches of the rank.
-        ("offset", np.int64),
-    ]
-)
-"""Tokens [start, stop) of a sequence, held by one rank in one micro-batch."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -141,138 +121,6 @@ def _hashes(
 
 
 @dataclass(frozen=True, eq=False)
-class PlannedSequences:
-    """Plans of the micro-batches for the sequences of all ranks, the same on every rank.
-
-    Attributes:
-        shares: [shares] of dtype SHARE, by rank and row: each row that ranks hold, once, with a
-            sequence that has it.
-        readers: [readers] of dtype SHARE, by rank: each token of each sequence, once. A row of a
-            shared prefix has several readers.
-    """
-
-    plans: tuple[MicroBatchPlan, ...]
-    shares: NDArray[np.void]
-    readers: NDArray[np.void]
-
-    @property
-    def computed_rows(self) -> int:
-        """Rows that all ranks compute, without fillers."""
-        is_token = self.shares["source"] != NO_RANK
-        return int((self.shares["stop"] - self.shares["start"])[is_token].sum())
-
-    @property
-    def shared_rows(self) -> int:
-        """Rows of sequences that are not computed, because another sequence has them too."""
-        return int((self.readers["stop"] - self.readers["start"]).sum()) - self.computed_rows
-
-
-def plan_sequences(
-    lengths_of_ranks: Sequence[Sequence[int]],
-    settings: PlanSettings,
-    hashes_of_ranks: Sequence[Sequence[Hashes]] | None = None,
-) -> PlannedSequences:
-    """Plan the micro-batches for sequences of [ranks] lengths each.
-
-    Sequences without tokens are left out.
-
-    Args:
-        hashes_of_ranks: of each sequence of each rank. Equal beginnings are then computed once.
-            None: every sequence is computed alone.
-
-    Raises:
-        ValueError: A sequence has more tokens than all ranks, or one rank where documents stay
-            whole, may hold.
-    """
-    # 1. Number the sequences of all ranks, and find their equal beginnings.
-    owners = [
-        (rank, sequence, length)
-        for rank, lengths in enumerate(lengths_of_ranks)
-        for sequence, length in enumerate(lengths)
-        if length > 0
-    ]
-    sources, sequences, lengths = np.array(owners, np.int64).reshape(-1, 3).T
-    stay_whole = settings.document_layout == "whole"
-    capacity = settings.tokens_per_rank * (1 if stay_whole else settings.ranks)
-    if len(lengths) and lengths.max() > capacity:
-        raise Batch.LONG_SEQUENCE.error(
-            length=lengths.max(),
-            limit=capacity,
-            where="one rank" if stay_whole else "all ranks together",
-        )
-    if hashes_of_ranks is None:
-        shared = SharedPrefixes.of_none(lengths)
-    else:
-        hashes = [hashes_of_ranks[rank][sequence] for rank, sequence, _ in owners]
-        shared = share_prefixes(lengths.tolist(), hashes, capacity)
-
-    # 2. Divide trees among micro-batches, and plan each.
-    forest = Forest.of(shared.lengths, shared.branches)
-    plans, parts = [], []
-    for micro_batch, trees in enumerate(_divided(forest.tree_lengths, capacity, settings)):
-        documents = forest.documents_of(trees)
-        # Every rank needs a row, as in `RankDocuments`.
-        rows = len(trees) if stay_whole else int(forest.tree_lengths[trees].sum())
-        fillers = max(settings.ranks - rows, 0)
-        plans.append(plan_documents(shared, documents, fillers, settings))
-        parts.append(held_rows(plans[-1], micro_batch, documents))
-    rows_of_ranks = with_offsets(np.concatenate(parts))
-
-    # 3. Which sequence each held row comes from, and which rows each sequence gets back.
-    numbering = sources, sequences
-    shares = _with_sequences(rows_of_ranks, shared.owners_of(rows_of_ranks["document"]), numbering)
-    readers = _with_sequences(*rows_read(rows_of_ranks, shared, lengths), numbering)
-    return PlannedSequences(tuple(plans), shares, readers)
-
-
-def _divided(
-    lengths: NDArray[np.int64], capacity: int, settings: PlanSettings
-) -> list[NDArray[np.int64]]:
-    """Divide trees among as few micro-batches as possible, of about equally many tokens.
-
-    Args:
-        lengths: [trees] rows of each tree, at most `capacity`.
-        capacity: rows of a rank where documents stay whole, else of all ranks.
-    """
-    bins_per_micro_batch = settings.ranks if settings.document_layout == "whole" else 1
-    longest_first = largest_first(lengths)
-    fewest = max(1, -(-int(lengths.sum()) // (settings.tokens_per_rank * settings.ranks)))
-    for micro_batches in count(fewest):  # trees fit at the latest with a bin for each
-        bin_of_trees = place_evenly(
-            lengths, longest_first, micro_batches * bins_per_micro_batch, capacity
-        )
-        if bin_of_trees is not None:
-            break
-    bins = [
-        np.flatnonzero(bin_of_trees == number)
-        for number in range(micro_batches * bins_per_micro_batch)
-    ]
-    return [
-        np.concatenate(bins[first : first + bins_per_micro_batch])
-        for first in range(0, len(bins), bins_per_micro_batch)
-    ]
-
-
-def _with_sequences(
-    rows_of_ranks: NDArray[np.void],
-    sequence: NDArray[np.int64],
-    numbering: tuple[NDArray[np.int64], NDArray[np.int64]],
-) -> NDArray[np.void]:
-    """Return the rows that ranks hold as a table of dtype SHARE, with the sequence of each entry.
-
-    Args:
-        sequence: [entries] number of each entry's sequence; -1 for a filler.
-        numbering: [sequences] rank that was given each sequence, and its index there.
-    """
-    shares = np.empty(len(rows_of_ranks), SHARE)
-    for name in ("rank", "micro_batch", "start", "stop", "offset"):
-        shares[name] = rows_of_ranks[name]
-    for name, values in zip(("source", "sequence"), numbering, strict=True):
-        shares[name] = np.append(values, NO_RANK)[sequence]
-    return shares
-
-
-@dataclass(frozen=True, eq=False)
 class _Route:
     """Rows of a padded batch, and rows that the rank holds, in the order in which they travel."""
 
@@ -296,7 +144,7 @@ class RowTravel:
 
     def __init__(
         self,
-        planned: PlannedSequences,
+        planned: PlannedPadding,
         sequences_of_rank: Sequences,
         shape: torch.Size,
         groups: Groups,
@@ -306,40 +154,40 @@ class RowTravel:
         self.shape = shape
         self._sequences = sequences_of_rank
         self._device = device
-        shares, readers = planned.shares, planned.readers
+        sequences = planned.sequences
+        held = planned.travelling(sequences.held)
+        read = planned.travelling(sequences.read)
         # Whether any row travels to another rank: the same on every rank. The sequence that a row
-        # comes from is one of its readers.
-        self._crosses = bool(np.any(readers["source"] != readers["rank"]))
-        shares_of_rank = shares[shares["rank"] == groups.rank]
-        rows = shares_of_rank["stop"] - shares_of_rank["start"]
+        # comes from reads it.
+        self._crosses = bool(np.any(read["source"] != read["rank"]))
+        held_here = on_rank(held, groups.rank)
+        rows = row_counts(held_here)
         self.held_rows = int(rows.sum())
         self.rows_of_micro_batches = np.bincount(
-            shares_of_rank["micro_batch"], weights=rows, minlength=len(planned.plans)
+            held_here["micro_batch"], weights=rows, minlength=len(sequences.plans)
         ).astype(int)
-        self._route_to_held = self._route(shares)
+        self._route_to_held = self._route(held)
         self._route_to_padded = self._route_to_held
         self._rounds = None
-        if planned.shared_rows:
-            self._route_to_padded = self._route(readers)
-            self._rounds = self._rounds_of(readers)
+        if sequences.shared_rows:
+            self._route_to_padded = self._route(read)
+            self._rounds = self._rounds_of(read)
 
-    def _route(self, shares: NDArray[np.void]) -> _Route:
-        """Return the route of rows of dtype SHARE, by rank: both ends number them in this order."""
+    def _route(self, rows: Table) -> _Route:
+        """Return the route of rows of dtype TRAVELLING: both ends number them in this order."""
         ranks = self._groups.ranks
         columns = self.shape[1]
         # 1. Rows that leave this rank's padded batch.
-        leaving = shares[shares["source"] == self._groups.rank]
-        sequences = leaving["sequence"]
-        rows = leaving["stop"] - leaving["start"]
-        first_rows = sequences * columns + self._sequences.firsts[sequences] + leaving["start"]
-        sent = _counts(leaving["rank"], rows, ranks)
-        padded_rows = expand(first_rows, rows)
+        leaving = rows.compress(rows["source"] == self._groups.rank)
+        index = leaving["index"]
+        first_rows = index * columns + self._sequences.firsts[index] + leaving["start"]
+        sent = _counts(leaving["rank"], row_counts(leaving), ranks)
+        padded_rows = expand(first_rows, row_counts(leaving))
 
         # 2. Rows that arrive among the rows which this rank computes.
-        arriving = self._arriving(shares)
-        rows = arriving["stop"] - arriving["start"]
-        received = _counts(arriving["source"], rows, ranks)
-        held_rows = expand(arriving["offset"], rows)
+        arriving = self._arriving(rows)
+        received = _counts(arriving["source"], row_counts(arriving), ranks)
+        held_rows = expand(arriving["offset"], row_counts(arriving))
         return _Route(
             torch.from_numpy(padded_rows).to(self._device, non_blocking=True),
             torch.from_numpy(held_rows).to(self._device, non_blocking=True),
@@ -347,16 +195,16 @@ class RowTravel:
             received,
         )
 
-    def _arriving(self, shares: NDArray[np.void]) -> NDArray[np.void]:
+    def _arriving(self, rows: Table) -> Table:
         """Return the entries of rows that this rank holds, by the rank that they come from."""
-        is_arriving = (shares["rank"] == self._groups.rank) & (shares["source"] != NO_RANK)
-        arriving: NDArray[np.void] = shares.compress(is_arriving)
+        here = on_rank(rows, self._groups.rank)
+        arriving = here.compress(here["source"] != NO_RANK)
         return arriving.take(np.argsort(arriving["source"], kind="stable"))
 
-    def _rounds_of(self, readers: NDArray[np.void]) -> list[Tensor]:
-        """Return the rounds in which gradients of all readers are added up, without a wait."""
-        arriving = self._arriving(readers)
-        held_rows = expand(arriving["offset"], arriving["stop"] - arriving["start"])
+    def _rounds_of(self, read: Table) -> list[Tensor]:
+        """Return the rounds in which gradients of a row's sequences are added up, with no wait."""
+        arriving = self._arriving(read)
+        held_rows = expand(arriving["offset"], row_counts(arriving))
         return [
             torch.from_numpy(entries).to(self._device, non_blocking=True)
             for entries in rounds_of(held_rows)
@@ -386,7 +234,7 @@ class RowTravel:
         """Return gradients [N, ...] of the rows that this rank holds.
 
         `padded_F` has the gradients of the rows that `to_padded` returned.
-        Gradients of all readers of a row are added up, in a fixed order.
+        Gradients of all sequences that read a row are added up, in a fixed order.
         """
         if self._rounds is None:
             return self.to_held(padded_F)
@@ -454,12 +302,10 @@ class PackedBatch:
     Attributes:
         micro_batches: of each, the inputs of the model by name, [1, rows] int64, and its bound
             plan.
-        shared_rows: of `PlannedSequences`.
     """
 
     micro_batches: list[tuple[dict[str, Tensor], BoundPlan]]
     travel: RowTravel
-    shared_rows: int
 
     def returned(self, outputs: Sequence[Sequence[Tensor]]) -> list[Tensor]:
         """Return outputs of the model as rows [F, ...] of the padded batch; rows of padding are 0.
@@ -504,7 +350,7 @@ class PaddedBatches:
         self._count = count
         self._at_once = at_once
         # By lengths and hashes, and by whether there will be a backward; the latest last.
-        self._plans: dict[tuple[tuple[SequenceSummary, ...], bool], Future[PlannedSequences]] = {}
+        self._plans: dict[tuple[tuple[SequenceSummary, ...], bool], Future[PlannedPadding]] = {}
         self._plans_kept = PLANS_KEPT
         self._settings = dispatcher.settings  # of those plans
         self._planner = ThreadPoolExecutor(1, "planner of padded batches")
@@ -566,13 +412,13 @@ class PaddedBatches:
         # 3. Divide the rows that have arrived among the micro-batches, and bind their plans.
         sizes = travel.rows_of_micro_batches.tolist()
         micro_batches = []
-        for plan, part_NC in zip(planned.plans, rows_NC.split(sizes), strict=True):
+        for plan, part_NC in zip(planned.sequences.plans, rows_NC.split(sizes), strict=True):
             inputs = {
                 name: part_NC[None, :, index].contiguous()
                 for index, name in enumerate(batch.columns)
             }
             micro_batches.append((inputs, self.dispatcher.bind(plan)))
-        return PackedBatch(micro_batches, travel, planned.shared_rows)
+        return PackedBatch(micro_batches, travel)
 
     def see_trained(self, packed: PackedBatch) -> None:
         """See a batch that a model is about to train on.
@@ -594,7 +440,7 @@ class PaddedBatches:
     def _sequences(self, batch: PaddedBatch) -> Sequences:
         return read_sequences(batch, self.dispatcher.limits, share_prefixes=self._share_prefixes)
 
-    def _planned(self, sequences_of_ranks: tuple[SequenceSummary, ...]) -> Future[PlannedSequences]:
+    def _planned(self, sequences_of_ranks: tuple[SequenceSummary, ...]) -> Future[PlannedPadding]:
         """Return the plans for sequences, which a thread makes if they are new."""
         # New costs make all plans old ones.
         if self._settings is not self.dispatcher.settings:
@@ -611,7 +457,7 @@ class PaddedBatches:
             lengths = [lengths for lengths, _ in sequences_of_ranks]
             hashes = [hashes for _, hashes in sequences_of_ranks if hashes is not None]
             planned = self._planner.submit(
-                plan_sequences, lengths, settings, hashes if self._share_prefixes else None
+                plan_padded, lengths, settings, hashes if self._share_prefixes else None
             )
         self._plans[key] = planned
         if len(self._plans) > self._plans_kept:

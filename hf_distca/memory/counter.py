@@ -195,8 +195,6 @@ class MemoryCounter:
             kernel,
             autocast,
             training.checkpointing,
-            options.keep_received,
-            options.keep_core_attention,
             training.liger,
             accumulates,
         )

@@ -71,8 +71,6 @@ class Use:
     checkpointing: Mapping[str, Any] | None = (
         None  # transformers' `activation_checkpointing_kwargs`; None without
     )
-    keep_received: bool = False
-    keep_core_attention: bool = True
     liger: Mapping[str, Any] | None = (
         None  # transformers' `liger_kernel_config`; None without Liger's kernels
     )
@@ -235,8 +233,6 @@ def bound_plan(plan: MicroBatchPlan, rank: int, use: Use, live: LiveMemory) -> B
         CountedExchange(live),
         KERNELS[use.kernel]() if on_cpu else FlashMemory(),
         Recorder(HOST),
-        keep_received=use.keep_received,
-        keep_core_attention=use.keep_core_attention,
         functions={} if on_cpu else COUNTED_FUNCTIONS,
     )
     row_numbers: list[Tensor] = []

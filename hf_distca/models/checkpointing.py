@@ -71,21 +71,19 @@ def checkpoint_row_bytes(
     *,
     hidden_bytes: int,
     value_bytes: int,
-    keep_core_attention: bool,
 ) -> int:
     """Return the most bytes that the checkpoint of a decoder layer keeps of a row.
 
-    These are the layer's input, and O and log-sum-exp of its core attention if they are kept.
+    These are the layer's input, and O and log-sum-exp of its core attention.
 
     Args:
         hidden: width of the hidden state.
         kinds: kinds of attention of the model's layers.
         hidden_bytes: bytes of a value of the hidden state: 4 under autocast of float32 weights.
         value_bytes: bytes of a value of core attention.
-        keep_core_attention: the setting.
     """
     results = max(kind.q_heads * (kind.dim_v * value_bytes + LSE_BYTES) for kind in kinds)
-    return hidden * hidden_bytes + (results if keep_core_attention else 0)
+    return hidden * hidden_bytes + results
 
 
 def layers_with_checkpoints(model: nn.Module) -> int:

@@ -71,7 +71,6 @@ class MixingCall:
             "exchange": runtime.exchange,
             "recorder": runtime.recorder,
             "kept": self.plan.kept_results,
-            "keep": runtime.keep_core_attention,
         }
 
     def of_nano_batches(self, x_1T: Tensor) -> Sequence[Tensor]:

@@ -66,9 +66,6 @@ LEAST_SPREAD = 1 / 32
 TO_SERVERS = " to servers"
 FROM_SERVERS = " from servers"
 """Suffixes in names of transfers, and of phases that begin and end a call to servers."""
-KeptRows = Literal["nothing", "received", "results"]
-"""Received rows that the forward keeps: nothing (rows are sent again), Q, K and V, or O and LSE
-too."""
 Place = Literal["before pause", "after pause", "after remote-KV"] | int
 """Place of local tasks in a schedule; a number for the place before this stage."""
 LOCAL_TASKS: dict[tuple[Direction, Turn], tuple[Place, ...]] = {
@@ -222,7 +219,6 @@ def make_schedule(
     stages: int = 1,
     forwards: bool = False,
     servers: bool = False,
-    kept_rows: KeptRows = "nothing",
 ) -> Schedule:
     """Return the phases of one core attention on one rank.
 
@@ -235,9 +231,8 @@ def make_schedule(
         stages: number of stages of K/V rows.
         forwards: whether any rank forwards K/V rows.
         servers: whether dedicated servers compute tasks.
-        kept_rows: rows that the backward has already; the forward sends everything.
     """
-    transfers = _transfers(direction, stages, kept_rows, forwards=forwards, servers=servers)
+    transfers = _transfers(direction, stages, forwards=forwards, servers=servers)
     local = _local_calls(direction, turn, calls, stages, windowed=windowed)
     opening = [
         Phase(send=(transfers.queries, *transfers.keys[:AHEAD], *transfers.to_servers)),
@@ -267,10 +262,9 @@ def make_schedule(
 class _Transfers:
     """Transfers of one core attention.
 
-    A tuple has one transfer for each stage. It is empty if its rows do not travel.
+    A tuple has one transfer for each stage. It is empty if no rows travel that way.
     """
 
-    stages: int
     queries: Transfer
     queries_back: Transfer
     keys: tuple[Transfer, ...]
@@ -281,47 +275,31 @@ class _Transfers:
     from_servers: tuple[Transfer, ...]
 
     def at_stage(self, name: str, stage: int) -> tuple[Transfer, ...]:
-        """Return the transfer of a stage; none if the stage does not exist or nothing travels."""
+        """Return the transfer of a stage, or no transfer if the stage has none."""
         transfers: tuple[Transfer, ...] = getattr(self, name)
         return transfers[stage : stage + 1] if stage >= 0 else ()
 
 
-def _transfers(
-    direction: Direction, stages: int, kept_rows: KeptRows, *, forwards: bool, servers: bool
-) -> _Transfers:
-    """Return the transfers of one core attention, forward or backward.
-
-    Args:
-        kept_rows: rows that the backward has from the forward, which do not travel again.
-    """
-    # 1. Columns that travel, and the stages in which K and V go and their gradients return.
+def _transfers(direction: Direction, stages: int, *, forwards: bool, servers: bool) -> _Transfers:
+    """Return the transfers of one core attention, forward or backward."""
+    # 1. Columns that travel. Gradients of K and V return in the stages in which K and V go.
+    keys = tuple(Transfer("keys", ("k", "v"), stage=stage) for stage in range(stages))
     if direction == "forward":
         query_columns: tuple[str, ...] = ("q",)
         server_columns: tuple[str, ...] = ("q", "k", "v")
         results: tuple[str, ...] = ("o", "lse")
         server_results = results
-        key_stages = stages
-        returned_stages = 0
+        keys_back: tuple[Transfer, ...] = ()
     else:
-        query_columns = {
-            "nothing": ("do", "o", "lse", "q"),
-            "received": ("do", "o", "lse"),
-            "results": ("do",),
-        }[kept_rows]
+        query_columns = ("do", "o", "lse", "q")
         server_columns = ("q", "do", "o", "lse", "k", "v")
         results = ("dq",)
         server_results = ("dq", "dk", "dv")
-        key_stages = stages if kept_rows == "nothing" else 0
-        returned_stages = stages
+        keys_back = tuple(replace(transfer, columns=("dk", "dv"), back=True) for transfer in keys)
     # 2. The transfers. Second hops exist only where rows are forwarded.
-    keys = tuple(Transfer("keys", ("k", "v"), stage=stage) for stage in range(key_stages))
-    keys_back = tuple(
-        Transfer("keys", ("dk", "dv"), back=True, stage=stage) for stage in range(returned_stages)
-    )
     to_servers = Transfer("servers", server_columns)
     from_servers = Transfer("servers", server_results, back=True)
     return _Transfers(
-        stages,
         queries=Transfer("queries", query_columns),
         queries_back=Transfer("queries", results, back=True),
         keys=keys,
@@ -436,7 +414,7 @@ def _queries_for(transfers: _Transfers, stage: int) -> tuple[Transfer, ...]:
 
 def _results_after(transfers: _Transfers, stage: int) -> tuple[Transfer, ...]:
     """Return the transfer of results, or of dQ, after the last stage."""
-    return (transfers.queries_back,) if stage == transfers.stages - 1 else ()
+    return (transfers.queries_back,) if stage == len(transfers.keys) - 1 else ()
 
 
 def _joined(phases: list[Phase]) -> Schedule:

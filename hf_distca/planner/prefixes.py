@@ -6,6 +6,7 @@ all tokens up to the block's end. So equal hashes mean equal tokens from the fir
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from hashlib import blake2b
 from itertools import pairwise
 
@@ -68,6 +69,16 @@ class SharedPrefixes:
     def trees(self) -> int:
         """Number of documents that continue no other."""
         return int((self.branches.parents < 0).sum())
+
+    @cached_property
+    def trees_of_sequences(self) -> IntArray:
+        """Return [sequences] the tree of each, numbered in the order of their roots."""
+        parents = self.branches.parents
+        root = np.arange(len(parents))
+        for branch in np.flatnonzero(parents >= 0).tolist():
+            root[branch] = root[parents[branch]]
+        number = np.cumsum(parents < 0) - 1
+        return np.asarray(number[root[self.ends]])
 
     @classmethod
     def of_none(cls, lengths: IntArray) -> "SharedPrefixes":

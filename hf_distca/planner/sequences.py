@@ -1,10 +1,15 @@
-"""Plans of sequences that share prefixes: the rows that ranks hold, and the sequences they serve.
+"""From sequences to the rows of each rank: prefix trees, micro-batches, plans, and who has what.
 
-Documents of a plan are those of `SharedPrefixes`, and then fillers. A row of a shared prefix is
-held once and is a row of several sequences.
+A sequence is a document of packed data, or a sequence of a padded batch. Sequences that share
+prefixes are paths of prefix trees (`SharedPrefixes`). Trees are divided among micro-batches, and
+each micro-batch is planned with its branches as documents. A row of a shared prefix is held once
+and read by several sequences.
 """
 
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import count
 
 import numpy as np
 
@@ -19,80 +24,182 @@ from hf_distca.plan.intervals import (
     table_of,
 )
 from hf_distca.plan.paths import along_paths
+from hf_distca.planner.bin_packing import largest_first, place_evenly
+from hf_distca.planner.branches import Forest
 from hf_distca.planner.micro_batch import plan_micro_batch
 from hf_distca.planner.prefixes import SharedPrefixes
 from hf_distca.planner.settings import PlanSettings
 
-NO_DOCUMENT = -1
-"""Document of the rows of a filler."""
+NO_SEQUENCE = -1
+"""Sequence of the row of a filler."""
 
-HELD = np.dtype(
+TOKENS = np.dtype(
+    [(name, np.int64) for name in ("rank", "micro_batch", "sequence", "start", "stop", "offset")]
+)
+"""Tokens [start, stop) of a sequence, on one rank in one micro-batch.
+
+`offset` is the row of token `start` among the rows of all micro-batches of the rank.
+"""
+_HELD = np.dtype(
     [(name, np.int64) for name in ("rank", "micro_batch", "document", "start", "stop", "offset")]
 )
-"""Rows [start, stop) of a document, held by one rank from row `offset` on."""
 
 
-def plan_documents(
-    shared: SharedPrefixes, documents: IntArray, fillers: int, settings: PlanSettings
+@dataclass(frozen=True, eq=False)
+class PlannedSequences:
+    """Micro-batches of sequences, planned alike on every rank.
+
+    A one-token filler stands where a rank would have no row: that rank would be missing in every
+    exchange.
+    """
+
+    plans: tuple[MicroBatchPlan, ...]
+    trees: SharedPrefixes
+    lengths: IntArray  # [sequences] tokens of each
+    _rows: Table  # rows of branches, by rank
+
+    @cached_property
+    def held(self) -> Table:
+        """Return [entries] of dtype TOKENS, by rank and row.
+
+        Each row that ranks hold comes once, with a sequence that has it, or NO_SEQUENCE.
+        """
+        return _tokens(self._rows, self.trees.owners_of(self._rows["document"]))
+
+    @cached_property
+    def read(self) -> Table:
+        """Return [entries] of dtype TOKENS, by rank: each token of each sequence once."""
+        # 1. The branches whose rows make up each sequence.
+        whole_sequences = table_of(ROWS, document=self.trees.ends, stop=self.lengths)
+        on_path, sequence = along_paths(whole_sequences, self.trees.branches)
+        rows_of_branches = by_document(self._rows.compress(self._rows["document"] != NO_SEQUENCE))
+        # 2. The ranks that hold these rows.
+        piece, entry, start, stop = overlaps(on_path, rows_of_branches)
+        rows = rows_of_branches.take(entry)
+        rows["offset"] += start - rows["start"]
+        rows["start"], rows["stop"] = start, stop
+        order = np.argsort(rows["rank"], kind="stable")
+        return _tokens(rows.take(order), sequence[piece][order])
+
+    @property
+    def computed_rows(self) -> int:
+        """Rows that all ranks compute, without fillers."""
+        return self.trees.rows
+
+    @property
+    def shared_rows(self) -> int:
+        """Tokens that are not computed, because another sequence has the row too."""
+        return int(self.lengths.sum()) - self.trees.rows
+
+
+def plan_sequences(
+    trees: SharedPrefixes,
+    lengths: IntArray,
+    settings: PlanSettings,
+    micro_batches: Sequence[IntArray] | None = None,
+) -> PlannedSequences:
+    """Plan micro-batches of sequences.
+
+    Args:
+        trees: paths of the sequences.
+        lengths: [sequences] tokens of each.
+        micro_batches: trees of each micro-batch, by their number in `trees`; None for one
+            micro-batch of all trees.
+    """
+    forest = Forest.of(trees.lengths, trees.branches)
+    if micro_batches is None:
+        micro_batches = [np.arange(trees.trees)]
+    tokens_of_trees = np.bincount(trees.trees_of_sequences, lengths, trees.trees).astype(np.int64)
+    stay_whole = settings.document_layout == "whole"
+    plans: list[MicroBatchPlan] = []
+    parts: list[Table] = []
+    for number, members in enumerate(micro_batches):
+        rows = int(forest.tree_lengths[members].sum())
+        # There are enough rows as soon as there are as many as ranks, or trees that stay whole.
+        fillers = max(settings.ranks - (len(members) if stay_whole else rows), 0)
+        branches = forest.documents_of(members)
+        plan = _plan_branches(trees, branches, fillers, settings)
+        plans.append(replace(plan, shared_rows=int(tokens_of_trees[members].sum()) - rows))
+        parts.append(_held_rows(plan, number, branches))
+    return PlannedSequences(tuple(plans), trees, lengths, _with_offsets(np.concatenate(parts)))
+
+
+def on_rank(tokens: Table, rank: int) -> Table:
+    """Return the entries of dtype TOKENS of one rank."""
+    return tokens.compress(tokens["rank"] == rank)
+
+
+def even_micro_batches(trees: SharedPrefixes, settings: PlanSettings) -> list[IntArray]:
+    """Divide trees among as few micro-batches as possible, of about equally many rows.
+
+    Each tree fits into the rows of a rank where documents stay whole, else of all ranks.
+    """
+    stay_whole = settings.document_layout == "whole"
+    capacity = settings.tokens_per_rank * (1 if stay_whole else settings.ranks)
+    bins_per_micro_batch = settings.ranks if stay_whole else 1
+    lengths = Forest.of(trees.lengths, trees.branches).tree_lengths
+    longest_first = largest_first(lengths)
+    fewest = max(1, -(-int(lengths.sum()) // (settings.tokens_per_rank * settings.ranks)))
+    for micro_batches in count(fewest):  # trees fit at the latest with a bin for each
+        bin_of_trees = place_evenly(
+            lengths, longest_first, micro_batches * bins_per_micro_batch, capacity
+        )
+        if bin_of_trees is not None:
+            break
+    bins = [
+        np.flatnonzero(bin_of_trees == number)
+        for number in range(micro_batches * bins_per_micro_batch)
+    ]
+    return [
+        np.concatenate(bins[first : first + bins_per_micro_batch])
+        for first in range(0, len(bins), bins_per_micro_batch)
+    ]
+
+
+def _plan_branches(
+    trees: SharedPrefixes, branches: IntArray, fillers: int, settings: PlanSettings
 ) -> MicroBatchPlan:
-    """Plan some of the documents, whole trees, and fillers of one token for ranks without rows."""
-    lengths = np.append(shared.lengths[documents], np.ones(fillers, np.int64))
-    number = np.full(len(shared.lengths) + 1, -1)  # the last one is for documents without parent
-    number[documents] = np.arange(len(documents))
-    parents = np.append(number[shared.branches.parents[documents]], np.full(fillers, -1))
-    starts = np.append(shared.branches.starts[documents], np.zeros(fillers, np.int64))
+    """Plan some of the branches, whole trees, and fillers of one token."""
+    lengths = np.append(trees.lengths[branches], np.ones(fillers, np.int64))
+    number = np.full(len(trees.lengths) + 1, -1)  # the last one is for branches without parent
+    number[branches] = np.arange(len(branches))
+    parents = np.append(number[trees.branches.parents[branches]], np.full(fillers, -1))
+    starts = np.append(trees.branches.starts[branches], np.zeros(fillers, np.int64))
     plan = plan_micro_batch(lengths.tolist(), settings, Branches(parents, starts))
     return replace(plan, fillers=fillers)
 
 
-def held_rows(plan: MicroBatchPlan, micro_batch: int, documents: IntArray) -> Table:
-    """Return [entries] of dtype HELD: rows of one micro-batch by nano-batch, rank and row.
-
-    Offsets are left at 0, see `with_offsets`.
+def _held_rows(plan: MicroBatchPlan, micro_batch: int, branches: IntArray) -> Table:
+    """Return the rows of one micro-batch by nano-batch, rank and row; offsets are left at 0.
 
     Args:
-        documents: of the micro-batch, without fillers.
+        branches: of the micro-batch, without fillers.
     """
-    # Fillers come after all other documents of a micro-batch.
-    padded_documents = np.append(documents, np.full(plan.fillers, NO_DOCUMENT))
+    # Fillers come after all branches of a micro-batch.
+    padded_branches = np.append(branches, np.full(plan.fillers, NO_SEQUENCE))
     parts = []
     for nano in plan.nano_batches:
         segments = nano.layout.segments
-        part = np.zeros(len(segments), HELD)
+        part = np.zeros(len(segments), _HELD)
         for name in ("rank", "start", "stop"):
             part[name] = segments[name]
         part["micro_batch"] = micro_batch
-        part["document"] = padded_documents[nano.documents[segments["document"]]]
+        part["document"] = padded_branches[nano.documents[segments["document"]]]
         parts.append(part)
     return np.concatenate(parts)
 
 
-def with_offsets(rows_of_ranks: Table) -> Table:
-    """Return entries of dtype HELD by rank, whose rows follow each other on each rank."""
+def _with_offsets(rows_of_ranks: Table) -> Table:
+    """Return entries by rank, whose rows follow each other on each rank."""
     rows_of_ranks = rows_of_ranks.take(np.argsort(rows_of_ranks["rank"], kind="stable"))
     rows_of_ranks["offset"] = rows_before_in(rows_of_ranks, "rank")
     return rows_of_ranks
 
 
-def rows_read(
-    rows_of_ranks: Table, shared: SharedPrefixes, lengths: IntArray
-) -> tuple[Table, IntArray]:
-    """Return the rows of all sequences, by rank: entries of dtype HELD, and the sequence of each.
-
-    Args:
-        rows_of_ranks: all rows of all documents, from `with_offsets`.
-        lengths: [sequences] tokens of each sequence.
-    """
-    # 1. The documents whose rows make up each sequence.
-    whole_sequences = table_of(ROWS, document=shared.ends, stop=lengths)
-    on_path, sequence = along_paths(whole_sequences, shared.branches)
-    rows_of_documents = by_document(
-        rows_of_ranks.compress(rows_of_ranks["document"] != NO_DOCUMENT)
-    )
-    # 2. The ranks that hold these rows.
-    piece, entry, start, stop = overlaps(on_path, rows_of_documents)
-    source_rows = rows_of_documents.take(entry)
-    source_rows["offset"] += start - source_rows["start"]
-    source_rows["start"], source_rows["stop"] = start, stop
-    order = np.argsort(source_rows["rank"], kind="stable")
-    return source_rows.take(order), sequence[piece][order]
+def _tokens(rows: Table, sequence: IntArray) -> Table:
+    """Return rows of branches as tokens of sequences."""
+    tokens = np.empty(len(rows), TOKENS)
+    for name in ("rank", "micro_batch", "start", "stop", "offset"):
+        tokens[name] = rows[name]
+    tokens["sequence"] = sequence
+    return tokens

@@ -6,13 +6,12 @@ micro-batches.
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from hf_distca.plan import MicroBatchPlan
 from hf_distca.plan.nodes import node_sizes
+from hf_distca.planner.padding import NO_RANK, PlannedPadding
 from hf_distca.planner.settings import PlanSettings
 from hf_distca.predict.setup import Setup
 from hf_distca.sim.strategies import StepTime, on_ranks, step_of_plan, whole_documents
@@ -31,32 +30,6 @@ Batches = Sequence[Sequence[int]]
 """[ranks] lengths of the sequences that each rank is given."""
 
 
-class PlannedBatches(Protocol):
-    """Plans for the sequences of all ranks, and which rank holds which rows.
-
-    `plan_sequences` makes them.
-    """
-
-    @property
-    def plans(self) -> Sequence[MicroBatchPlan]:
-        """Plans of the micro-batches, one after another."""
-
-    @property
-    def computed_rows(self) -> int:
-        """Rows that all ranks compute."""
-
-    @property
-    def readers(self) -> NDArray[np.void]:
-        """Tokens [start, stop) of sequences, with the rank that holds them and their source."""
-
-    @property
-    def shares(self) -> NDArray[np.void]:
-        """Rows [start, stop) of sequences, with the rank that holds them and their source.
-
-        The source of fillers is negative.
-        """
-
-
 @dataclass(frozen=True)
 class PaddedFigures:
     """Figures of a strategy, means over many batches."""
@@ -73,7 +46,7 @@ def simulate_padded(
     batches: Iterable[DrawnBatch],
     setup: Setup,
     settings: PlanSettings,
-    plan: Callable[[DrawnBatch, Setup], PlannedBatches],
+    plan: Callable[[DrawnBatch, Setup], PlannedPadding],
 ) -> tuple[PaddedFigures, ...]:
     """Simulate batches of sequences under every strategy.
 
@@ -98,7 +71,7 @@ def simulate_padded(
                 step_times.setdefault(name, []).append(step)
         batch_tokens = sum(map(sum, batch.lengths))
         tokens += batch_tokens
-        computed = {name: plans.computed_rows for name, plans in planned.items()}
+        computed = {name: plans.sequences.computed_rows for name, plans in planned.items()}
         computed[PADDED] = sum(map(sum, padded(batch.lengths)))
         for name in steps:
             rows[name] = rows.get(name, 0) + computed.get(name, batch_tokens)
@@ -122,7 +95,7 @@ def simulate_padded(
 
 
 def steps_of(
-    batch: Batches, planned: Mapping[str, PlannedBatches], setup: Setup, settings: PlanSettings
+    batch: Batches, planned: Mapping[str, PlannedPadding], setup: Setup, settings: PlanSettings
 ) -> dict[str, StepTime]:
     """Predict a step of each strategy; only plans divide a batch that is more than ranks hold.
 
@@ -144,9 +117,9 @@ def padded(batch: Batches) -> list[list[int]]:
     return [[max(row)] * len(row) for row in batch]
 
 
-def _planned(planned: PlannedBatches, setup: Setup, settings: PlanSettings) -> StepTime:
+def _planned(planned: PlannedPadding, setup: Setup, settings: PlanSettings) -> StepTime:
     """Predict the micro-batches one after another, and the travel of rows, which nothing hides."""
-    first, *others = (step_of_plan(plan, setup, settings) for plan in planned.plans)
+    first, *others = (step_of_plan(plan, setup, settings) for plan in planned.sequences.plans)
     for step in others:
         sums = {
             name: getattr(first, name) + getattr(step, name)
@@ -157,7 +130,7 @@ def _planned(planned: PlannedBatches, setup: Setup, settings: PlanSettings) -> S
     return replace(first, seconds=first.seconds + travel, waited=first.waited + travel)
 
 
-def _travel_seconds(planned: PlannedBatches, setup: Setup) -> float:
+def _travel_seconds(planned: PlannedPadding, setup: Setup) -> float:
     """Return the seconds in which tokens travel forth and hidden states back.
 
     A row that several sequences have comes from one of them, and goes back to each. Gradients of
@@ -167,14 +140,16 @@ def _travel_seconds(planned: PlannedBatches, setup: Setup) -> float:
     link = setup.profile.exchange.within if one_node else setup.profile.exchange.between
     hidden_bytes = setup.model.hidden * setup.profile.bytes_per_value
     hidden_travels = 1 if setup.forward_only else 2
-    token_seconds = link.seconds(np.array(_most_rows(planned.shares, setup) * INTEGER_BYTES, float))
-    state_seconds = link.seconds(np.array(_most_rows(planned.readers, setup) * hidden_bytes, float))
+    sent = _most_rows(planned.travelling(planned.sequences.held), setup)
+    returned = _most_rows(planned.travelling(planned.sequences.read), setup)
+    token_seconds = link.seconds(np.array(sent * INTEGER_BYTES, float))
+    state_seconds = link.seconds(np.array(returned * hidden_bytes, float))
     return float(token_seconds + hidden_travels * state_seconds)
 
 
 def _most_rows(travelling: NDArray[np.void], setup: Setup) -> int:
     """Return the most rows that a rank sends, or receives."""
-    leaves = (travelling["source"] >= 0) & (travelling["source"] != travelling["rank"])
+    leaves = (travelling["source"] != NO_RANK) & (travelling["source"] != travelling["rank"])
     rows = (travelling["stop"] - travelling["start"])[leaves]
     ends = (np.bincount(travelling[leaves][end], rows, setup.ranks) for end in ("source", "rank"))
     return int(max(rows_of_ranks.max() for rows_of_ranks in ends))

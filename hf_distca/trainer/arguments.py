@@ -70,9 +70,11 @@ class DistCAPaddedArguments(DistCAConfig, _Arguments):
         self.left_out: list[str] = []  # such as "packing=True"
         for name, off in self._done_anyway.items():
             value = getattr(self, name, off)
-            if value not in (off, None):
+            if value in (off, None):
+                continue
+            if value != getattr(type(self), name, None):  # a default needs no word
                 self.left_out.append(f"{name}={value!r}")
-                setattr(self, name, off)
+            setattr(self, name, off)
         if getattr(self, "activation_offloading", False):
             self.left_out.append("activation_offloading=True (offload_activations=True)")
             self.activation_offloading = False
@@ -143,7 +145,10 @@ class DistCAArguments(DistCAPaddedArguments):
         "Number of processes on each rank that read and plan micro-batches. 0 starts none: the "
         "rank itself reads and plans the next micro-batches while its device computes. A "
         "datasets.IterableDataset is read by at most one process for each of its shards, and any "
-        "other stream by one.",
+        "other stream by one. Processes start as Python starts them, by fork before Python 3.14, "
+        "or as dataloader_multiprocessing_context says; with 'spawn' and 'forkserver' the script's "
+        'code must stand under `if __name__ == "__main__":`. A batch that does not come within '
+        "half of exchange_timeout ends the run.",
     )
     divided_streams: bool = setting(
         False,

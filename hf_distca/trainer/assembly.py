@@ -112,8 +112,6 @@ def make_dispatcher(
         settings,
         device,
         mesh,
-        keep_received=config.keep_received,
-        keep_core_attention=config.keep_core_attention,
         exchange_timeout=config.exchange_timeout,
     )
     if dispatcher.groups.members == [0] and config.attention_servers == 0:

@@ -24,10 +24,9 @@ from hf_distca.predict.corrections import Corrections
 from hf_distca.predict.device import measured_profile, name_of
 from hf_distca.predict.links import with_links
 from hf_distca.predict.profile import DeviceProfile
-from hf_distca.predict.seconds import FloatArray, KernelCost, KindCosts, StepCosts
+from hf_distca.predict.seconds import FloatArray, KernelCost, StepCosts
 from hf_distca.predict.setup import Setup
 from hf_distca.predict.walk import predict_plan
-from hf_distca.trainer.disks import disk_errors_named
 from hf_distca.units import AUTO
 
 logger = logging.getLogger(__name__)
@@ -78,20 +77,12 @@ def choices_of(
         settings.ranks_per_node,
         checkpointing=checkpointing,
     )
-    costs = setup.costs
-    if checkpointing and not config.keep_core_attention:
-        costs = replace(costs, kinds=tuple(map(_recomputed, costs.kinds)))
     return Choices.beside(
         settings,
-        costs,
+        setup.costs,
         coarser=config.balance_tolerance == AUTO,
         nano_batches=(1, 2) if config.ping_pong == AUTO else (2,),
     )
-
-
-def _recomputed(costs: KindCosts) -> KindCosts:
-    """Return the costs of layers whose core attention is computed again in the backward."""
-    return replace(costs, backward=costs.backward.plus(costs.forward))
 
 
 def _measured_profile(
@@ -138,9 +129,8 @@ def _measured_profile(
     result: DeviceProfile = groups.all_gather(replace(measured, source=source), in_world=True)[0]
     with groups.raised_together(in_world=True):
         if folder is not None and is_first:
-            with disk_errors_named(folder):
-                folder.mkdir(parents=True, exist_ok=True)
-                result.save(folder / PROFILE_FILE)
+            folder.mkdir(parents=True, exist_ok=True)
+            result.save(folder / PROFILE_FILE)
     return result
 
 

@@ -225,7 +225,6 @@ class StepMeter(TrainerCallback):
         # Of each micro-batch: plan, what ran, and number of stages.
         self._counted: list[tuple[MicroBatchPlan, Ran, int]] = []
         self._padded_rows = 0  # of this rank's padded batches, padding included
-        self._shared_rows = 0  # of all ranks' padded batches
         self.steps = 0  # since figures were last returned
         self._since = self._seconds()  # when figures were last returned
 
@@ -261,7 +260,6 @@ class StepMeter(TrainerCallback):
         for _, bound in packed.micro_batches:
             self.count(bound)
         self._padded_rows += math.prod(packed.travel.shape)
-        self._shared_rows += packed.shared_rows
 
     def figures(self) -> dict[str, float]:
         """Return the figures since the last call, by their names in `METRICS`. A collective."""
@@ -296,8 +294,8 @@ class StepMeter(TrainerCallback):
         """Return speed, waits and the times of core attention."""
         elapsed = measured.elapsed
         plans = measured.plans
-        shared_rows = self._shared_rows + sum(plan.shared_rows for plan in plans)
-        tokens = self._shared_rows + sum(plan.document_tokens for plan in plans)
+        shared_rows = sum(plan.shared_rows for plan in plans)
+        tokens = sum(plan.document_tokens for plan in plans)
         servers = 0 if self._pool is None else len(self._pool.servers)
         devices = self._processes + servers
         longest_wait = max(measured.waits)

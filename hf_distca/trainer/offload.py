@@ -80,7 +80,6 @@ def offload_activations(
         settings.kinds,
         hidden_bytes=hidden_bytes or base.dtype.itemsize,
         value_bytes=settings.bytes_per_value,
-        keep_core_attention=config.keep_core_attention,
     )
     layer_bytes = row_bytes * settings.tokens_per_rank
     mine = RankNeeds(socket.gethostname(), available_host_memory(), layer_bytes, excess)

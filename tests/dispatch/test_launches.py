@@ -2,6 +2,7 @@
 `tests.counting`.
 """
 
+import weakref
 from collections import Counter
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -14,7 +15,8 @@ from peft import LoraConfig, get_peft_model
 from transformers import PreTrainedModel
 
 from hf_distca.dispatch.bound import BoundPlan
-from hf_distca.kernels import get_kernel
+from hf_distca.dispatch.executor import CoreAttention
+from hf_distca.kernels import AttentionParams, get_kernel
 from hf_distca.models.checkpointing import enable_checkpointing
 from hf_distca.models.kinds import layers_by_kind
 from hf_distca.patches.layers import plan_layers
@@ -33,7 +35,7 @@ from tests.counting import (
     figures_of,
     without_numbers,
 )
-from tests.models_and_batches import in_nodes, in_stages
+from tests.models_and_batches import SMALL_KIND, in_nodes, in_stages
 
 RANKS, RANK = 4, 1
 LENGTHS = [700, 300, 200, 200, 130, 111, 100, 90, 60, 50, 40, 37, 20, 10]
@@ -117,33 +119,33 @@ def counted_step(model: PreTrainedModel, bound: BoundPlan, checkpoint: str = "no
 # each. Local tasks of five stages have six parts, each a kernel call and three sums of gradients.
 BOUNDS = """
 model       layer   layout halves checkpoint    stages launches copies views kernels exchange     KB
-llama       full    joint  1      none          one          29     23    40       7        7  67800
+llama       full    auto   1      none          one          29     23    40       7        7  67800
 llama       full    fixed  1      none          one          22     16    45       5        7  39030
-llama       full    joint  2      none          one          45     34    73       8       10  40110
-llama+lora  full    joint  2      none          one          45     34    73       8       10  40110
+llama       full    auto   2      none          one          45     34    73       8       10  40110
+llama+lora  full    auto   2      none          one          45     34    73       8       10  40110
 llama       full    fixed  2      none          one          60     48    68      10       14  91011
-llama       full    joint  1      reentrant     one          29     23    48       7        7  67800
-llama       full    joint  2      non-reentrant one          45     34   105       8       10  40110
-llama       full    joint  2      reentrant     one          46     35    94       8       10  40241
-qwen2       full    joint  2      none          one          45     34    73       8       10  10888
-gpt_oss     full    joint  1      none          one          52     35    41       7        7 152974
-gpt_oss     sliding joint  1      none          one          49     33    73       5        7 134931
-gpt_oss     full    joint  2      none          one          69     38    59       8       10 126976
-gpt_oss     sliding joint  2      none          one          87     57   146      10       14 129809
+llama       full    auto   1      reentrant     one          29     23    48       7        7  67800
+llama       full    auto   2      non-reentrant one          45     34   105       8       10  40110
+llama       full    auto   2      reentrant     one          46     35    94       8       10  40241
+qwen2       full    auto   2      none          one          45     34    73       8       10  10888
+gpt_oss     full    auto   1      none          one          52     35    41       7        7 152974
+gpt_oss     sliding auto   1      none          one          49     33    73       5        7 134931
+gpt_oss     full    auto   2      none          one          69     38    59       8       10 126976
+gpt_oss     sliding auto   2      none          one          87     57   146      10       14 129809
 gpt_oss     full    fixed  2      none          one          96     61    81      10       14 175501
 gpt_oss     sliding fixed  2      none          one          88     55   176       8       14 133870
-gpt_oss     full    joint  2      non-reentrant one          69     38    95       8       10 126976
-gpt_oss     sliding joint  2      non-reentrant one          87     57   182      10       14 129809
+gpt_oss     full    auto   2      non-reentrant one          69     38    95       8       10 126976
+gpt_oss     sliding auto   2      non-reentrant one          87     57   182      10       14 129809
 gemma3_text full    fixed  2      none          one          60     48    68      10       14  21575
 gemma3_text sliding fixed  2      none          one          43     33   174       8       14  11016
-gemma3_text full    joint  2      reentrant     one          46     35    94       8       10  10352
-gemma3_text sliding joint  2      reentrant     one          50     43   165      10       14  11053
-llama       full    joint  1      none          five        126     54   173      34       19 204782
-llama       full    joint  2      none          five        108     62   133      18       22 149354
-gpt_oss     full    joint  1      none          five        191    106   193      36       19 297251
-gpt_oss     sliding joint  1      none          five         93     56   168       9       19 184310
-llama       full    joint  1      none          hops        156     74   203      34       34 204595
-llama       full    joint  2      none          hops        132     78   161      18       40 156671
+gemma3_text full    auto   2      reentrant     one          46     35    94       8       10  10352
+gemma3_text sliding auto   2      reentrant     one          50     43   165      10       14  11053
+llama       full    auto   1      none          five        126     54   173      34       19 204782
+llama       full    auto   2      none          five        108     62   133      18       22 149354
+gpt_oss     full    auto   1      none          five        191    106   193      36       19 297251
+gpt_oss     sliding auto   1      none          five         93     56   168       9       19 184310
+llama       full    auto   1      none          hops        156     74   203      34       34 204595
+llama       full    auto   2      none          hops        132     78   161      18       40 156671
 """
 ROWS = [line.split() for line in BOUNDS.strip().splitlines()[1:]]
 CASES = list(dict.fromkeys((row[0], *row[2:6]) for row in ROWS))
@@ -247,8 +249,36 @@ def test_where_nothing_moves_a_layer_is_one_kernel_call_each_way(
         )
         assert views == {"squeeze": 4, "transpose": 6, "unsqueeze": 4, "permute": 2, "detach": 2}
         with without_numbers():  # results that are not kept are computed again
-            model, bound = made("llama"), bound_plan(plan, RANK, group, keep_core_attention=False)
+            model, bound = made("llama"), bound_plan(plan, RANK, group)
+            monkeypatch.setattr(bound.kept_results, "keep", lambda *_: None)
             assert besides_views(counted_step(model, bound, "non-reentrant"), 1) == {"attention": 3}
+
+
+def test_memory_of_a_direction_ends_with_it(group):
+    """That of a backward's inputs ends before: while the last rows travel."""
+    settings = PlanSettings(RANKS, 1024, (SMALL_KIND,), balance_block_size=16)
+    with without_numbers():
+        bound = bound_plan(plan_micro_batch(LENGTHS, settings), RANK, group)
+        (nano_batch,) = bound.nano_batches
+        core = CoreAttention(bound.runtime, nano_batch, SMALL_KIND, AttentionParams(1.0))
+        q, k, v = (
+            torch.empty(bound.rows, heads, 8, dtype=torch.bfloat16, device=META)
+            for heads in (4, 2, 2)
+        )
+        core.begin("forward", q, k, v)
+        forward = weakref.ref(core.running)
+        core.running.go_on()
+        o, lse = core.end()
+        assert forward() is None
+        do = torch.empty_like(o)
+        core.begin("backward", do, q, k, v, o, lse)
+        backward = weakref.ref(core.running)
+        inputs = weakref.ref(do)
+        del do
+        core.running.go_on()
+        assert inputs() is None
+        assert [x.shape for x in core.end()] == [q.shape, k.shape, v.shape]
+        assert backward() is None
 
 
 CUDA = torch.device("cuda", 0)
@@ -269,11 +299,11 @@ def event(**_: Any) -> SimpleNamespace:
 @pytest.mark.parametrize(
     ("layout", "turns", "checkpoint", "stage_rows"),
     [
-        ("joint", False, "none", None),
+        ("auto", False, "none", None),
         ("fixed", True, "none", None),
-        ("joint", True, "non-reentrant", None),
-        ("joint", True, "reentrant", None),
-        ("joint", False, "none", 200),
+        ("auto", True, "non-reentrant", None),
+        ("auto", True, "reentrant", None),
+        ("auto", False, "none", 200),
         ("fixed", True, "non-reentrant", 100),
     ],
 )

@@ -5,7 +5,8 @@ import torch
 
 from hf_distca.batches.limits import Limits
 from hf_distca.dispatch.groups import Groups
-from hf_distca.dispatch.padded import PaddedBatch, RowTravel, plan_sequences, read_sequences
+from hf_distca.dispatch.padded import PaddedBatch, RowTravel, read_sequences
+from hf_distca.planner.padding import plan_padded
 from hf_distca.planner.settings import PlanSettings
 from tests.models_and_batches import SMALL_KIND
 
@@ -23,7 +24,7 @@ def test_sequences_with_equal_tokens_at_other_positions_share_no_rows():
         batch = PaddedBatch({"input_ids": input_ids_BL, "position_ids": position_ids_BL}, mask_BL)
         lengths, hashes = read_sequences(batch, Limits(), share_prefixes=True).summary
         settings = PlanSettings(1, 8, (SMALL_KIND,))
-        shared.append(plan_sequences([lengths], settings, [hashes]).shared_rows)
+        shared.append(plan_padded([lengths], settings, [hashes]).sequences.shared_rows)
     assert shared == [0, 3]
 
 
@@ -43,7 +44,7 @@ def test_gradients_of_64_readers_of_a_row_are_added_up_in_at_least_float32(
     batch = PaddedBatch({"input_ids": input_ids_BL}, torch.ones_like(input_ids_BL))
     sequences = read_sequences(batch, Limits(), share_prefixes=True)
     lengths, hashes = sequences.summary
-    planned = plan_sequences([lengths], PlanSettings(1, 64, (SMALL_KIND,)), [hashes])
+    planned = plan_padded([lengths], PlanSettings(1, 64, (SMALL_KIND,)), [hashes])
     travel = RowTravel(planned, sequences, input_ids_BL.shape, Groups(CPU, 30), CPU)
     gradients_F = torch.tensor([[first], *[[others]] * 63], dtype=dtype)
     gradients_N = travel.gradients(gradients_F)

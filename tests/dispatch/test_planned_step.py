@@ -93,7 +93,6 @@ class Case:
     model: str = "llama"
     at_random: bool = False
     stage_rows: tuple[int | None, ...] = (None, 70, 20)
-    keep_received: bool = False
     ping_pong: bool = False
     checkpointing: bool | None = None
     lora: bool = False
@@ -130,7 +129,7 @@ def run_case(case: Case) -> list[Step]:
     options = {"ranks_per_node": NODES.get(case.ranks, 1), "ping_pong": case.ping_pong}
     tolerance = {} if case.local is None else {"balance_tolerance": 0.3}
     settings = PlanSettings(case.ranks, 4096, kinds, balance_block_size=8, **options, **tolerance)
-    dispatcher = Dispatcher(settings, CPU, keep_received=case.keep_received)
+    dispatcher = Dispatcher(settings, CPU)
     plan = (
         plan_placed(case.on_ranks, settings)
         if case.on_ranks
@@ -205,32 +204,29 @@ def at_random(model: str, *, ranks: int = 3, **options: bool) -> Case:
 
 
 CASES = {
-    "joint-2": Case(),
-    "joint-3-one": Case(3, (300,)),
-    "joint-4-long": Case(4, (90, 200, 1, 2, 3)),
-    "fixed-long-and-short": Case(2, ((128,), (16,) * 8), keep_received=True),
+    "auto-2": Case(),
+    "auto-3-one": Case(3, (300,)),
+    "auto-4-long": Case(4, (90, 200, 1, 2, 3)),
+    "fixed-long-and-short": Case(2, ((128,), (16,) * 8)),
     "fixed-no-rows": Case(2, ((96,), ())),
-    "fixed-three": Case(3, ((100,), (50, 50), (25,) * 4), keep_received=True),
+    "fixed-three": Case(3, ((100,), (50, 50), (25,) * 4)),
     "fixed-odd": Case(4, ((256,), (1,), (), (31, 33))),
-    "fixed-two-ranks-without-rows": Case(4, ((200,), (56,), (), ()), keep_received=True),
+    "fixed-two-ranks-without-rows": Case(4, ((200,), (56,), (), ())),
     **{
-        f"{model}-joint": Case(2, (128, *MIXED), model)
+        f"{model}-auto": Case(2, (128, *MIXED), model)
         for model in ("mistral", "gemma2", "llama4_text")
     },
     **{
         f"{model}-fixed": Case(4, ((128,), *[MIXED] * 3), model)
         for model in ("mistral", "gemma2", "llama4_text")
     },
-    # Each model with and without each of: received rows kept, checkpoints, two nano-batches in
-    # turns.
+    # Each model with and without each of: checkpoints, two nano-batches in turns.
     "random-gemma2": at_random("gemma2"),
+    "random-gemma2-checkpoint-turns": at_random("gemma2", checkpointing=False, ping_pong=True),
     "random-llama-turns": at_random("llama", ping_pong=True),
     "random-llama-checkpoint": at_random("llama", checkpointing=False),
+    "random-gpt_oss": at_random("gpt_oss"),
     "random-gpt_oss-checkpoint-turns": at_random("gpt_oss", checkpointing=False, ping_pong=True),
-    "random-gpt_oss-kept": at_random("gpt_oss", keep_received=True),  # with sinks less is kept
-    "random-gemma2-kept-turns": at_random("gemma2", keep_received=True, ping_pong=True),
-    "random-gemma2-kept-checkpoint": at_random("gemma2", keep_received=True, checkpointing=False),
-    "random-llama-all": at_random("llama", keep_received=True, checkpointing=False, ping_pong=True),
     "random-two-nodes-of-two": at_random("gpt_oss", ranks=4, checkpointing=False, ping_pong=True),
     "checkpoint": Case(checkpointing=False, **ALONE),
     "reentrant": Case(checkpointing=True, **ALONE),
@@ -410,10 +406,7 @@ def _recorded(nodes: tuple[int, ...] | None, stage_rows: int | None) -> None:
     *_, spans = _attend(dispatcher, plan)
     (routes,) = dispatcher.bind(plan).nano_batches[0].routes.values()
     expected = []
-    for direction, schedule in (
-        ("forward", routes.forward),
-        ("backward", routes.backward["nothing"]),
-    ):
+    for direction, schedule in routes.schedules.items():
         for phase in schedule:
             calls = [(call.name, routes.tasks[call.key].pairs) for call in phase.run]
             waits = [transfer for transfer in phase.wait if routes.rows_of(transfer) != NO_ROWS]

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hf_distca.dispatch import rows as rows_module
 from hf_distca.dispatch.bound import BoundRoutes, GradientSum
 from hf_distca.dispatch.exchange import LAYOUTS_KEPT, Exchange, Route, rounded_up
-from hf_distca.dispatch.executor import _Gradients
+from hf_distca.dispatch.executor import _Gradients, _Outputs
 from hf_distca.dispatch.groups import Groups
 from hf_distca.dispatch.rows import (
     IndexBuffer,
@@ -27,7 +27,7 @@ from hf_distca.dispatch.rows import (
 from hf_distca.kernels.contract import MAX_SOURCES, SOURCE_BITS
 from hf_distca.plan import SEGMENT, TASK, Layout, Plan
 from hf_distca.plan.routes import make_routes
-from hf_distca.plan.schedule import Transfer
+from hf_distca.plan.schedule import KernelCall, Transfer
 from hf_distca.planner.layout import fixed_layout
 from tests.counting import META, Counting
 
@@ -173,6 +173,23 @@ def test_gradients_of_several_stages_in_bfloat16_are_added_up_in_float32(stages,
         rows = torch.full((len(targets), 1, 1), value, dtype=torch.bfloat16)
         gradients.add_from_ranks(stage, {"dq": rows})
     assert gradients.add_up("dq", "local").flatten().tolist() == expected
+
+
+def test_results_of_several_stages_in_bfloat16_are_merged_in_float32():
+    """The mean of 1, 1 + 2⁻⁷ and 1 + 2⁻⁷ is nearer to 1 + 2⁻⁷. In bfloat16, that of the first two
+    is 1, and then that of all three.
+    """
+    routes = SimpleNamespace(merges=True, rows={"local": 1}, begins_with_no_keys={"local"})
+    row = torch.zeros(1, 1, 1, dtype=torch.bfloat16)
+    outputs = _Outputs(routes, {"q": row, "v": row})
+    call = KernelCall("remote-KV", "local", "received", first=False)
+    tasks = SimpleNamespace(q_rows=slice(0, 1))
+    for value in (1.0, 1 + 2.0**-7, 1 + 2.0**-7):
+        outputs.add(call, tasks, (row + value, torch.zeros(1, 1)))
+    o, lse = outputs.at("local")
+    assert o.flatten().tolist() == [1 + 2.0**-7]
+    assert o.dtype == torch.bfloat16
+    assert lse.flatten().tolist() == pytest.approx([math.log(3)])
 
 
 def addends_of_two_sources(onto):

@@ -23,12 +23,13 @@ from torch import Tensor
 
 from hf_distca.dispatch.attention import disaggregated_attention
 from hf_distca.dispatch.dispatcher import Dispatcher
-from hf_distca.dispatch.padded import NO_RANK, PlannedSequences, plan_sequences
 from hf_distca.kernels import AttentionParams
 from hf_distca.plan import TASK, AttentionKind, MicroBatchPlan, Plan
 from hf_distca.plan.intervals import row_counts
 from hf_distca.planner import prefixes
+from hf_distca.planner.padding import NO_RANK, PlannedPadding, plan_padded
 from hf_distca.planner.prefixes import hashes_of
+from hf_distca.planner.sequences import on_rank
 from hf_distca.planner.settings import PlanSettings
 from tests.dispatch.test_planned_step import Servers
 from tests.models_and_batches import changed, in_nodes, in_stages
@@ -61,7 +62,6 @@ class Trees:
     ping_pong: bool
     stage_rows: int | None
     in_nodes: bool  # whether K/V rows are forwarded inside nodes
-    keep_received: bool
     has_sinks: bool
     tasks_seed: int | None  # tasks cut anywhere, for any workers; None for those of the planner
     has_servers: bool  # whether two servers take part
@@ -86,10 +86,10 @@ def drawn_sequences(draw: st.DrawFn) -> tuple[Tokens, ...]:
 
 
 @cache
-def dispatcher(keep_received: bool) -> Dispatcher:
+def dispatcher() -> Dispatcher:
     """A dispatcher of this rank, with two nodes: of one rank, and of two."""
     plan_settings = PlanSettings(RANKS, 4096, (KIND,), kernel="reference", ranks_per_node=(1, 2))
-    return Dispatcher(plan_settings, torch.device("cpu"), keep_received=keep_received)
+    return Dispatcher(plan_settings, torch.device("cpu"))
 
 
 def with_random_tasks(plan: MicroBatchPlan, seed: int) -> MicroBatchPlan:
@@ -188,7 +188,7 @@ class Rows:
         return outputs, [zero if x.grad is None else x.grad for x in inputs]
 
 
-def planned(trees: Trees) -> PlannedSequences:
+def planned(trees: Trees) -> PlannedPadding:
     """The sequences of all ranks, planned with shared beginnings."""
     plan_settings = PlanSettings(
         RANKS,
@@ -205,26 +205,26 @@ def planned(trees: Trees) -> PlannedSequences:
         hashes = [
             [hashes_of(np.array(tokens)[:, None]) for tokens in of_rank] for of_rank in of_ranks
         ]
-        return plan_sequences(lengths, plan_settings, hashes)
+        return plan_padded(lengths, plan_settings, hashes)
 
 
-def rows_held(trees: Trees, plans: PlannedSequences, rows: Rows, count: int) -> Tensor:
+def rows_held(trees: Trees, plans: PlannedPadding, rows: Rows, count: int) -> Tensor:
     """[N] which row each row of this rank is; -1 for a filler."""
     of_ranks = trees.of_ranks()
     numbers_N = torch.full((count,), -1)
-    for share in plans.shares[plans.shares["rank"] == dist.get_rank()]:
-        if share["source"] != NO_RANK:
-            numbers = rows.numbers(of_ranks[share["source"]][share["sequence"]])
-            held_rows = slice(share["offset"], share["offset"] + row_counts(share))
-            numbers_N[held_rows] = numbers[share["start"] : share["stop"]]
+    for entry in on_rank(plans.travelling(plans.sequences.held), dist.get_rank()):
+        if entry["source"] != NO_RANK:
+            numbers = rows.numbers(of_ranks[entry["source"]][entry["index"]])
+            held_rows = slice(entry["offset"], entry["offset"] + row_counts(entry))
+            numbers_N[held_rows] = numbers[entry["start"] : entry["stop"]]
     return numbers_N
 
 
 def compare_with_sequences_alone(trees: Trees) -> int:
     """Compare outputs and gradients; return the number of rows that were not computed."""
     rank, of_ranks, plans = dist.get_rank(), trees.of_ranks(), planned(trees)
-    (plan,) = plans.plans
-    tree_dispatcher = dispatcher(trees.keep_received)
+    (plan,) = plans.sequences.plans
+    tree_dispatcher = dispatcher()
     tree_dispatcher.remote = TreeServers(tree_dispatcher, trees) if trees.has_servers else None
     bound = tree_dispatcher.bind(as_drawn(plan, trees, tree_dispatcher.settings.nodes))
     rows = Rows([tokens for of_rank in of_ranks for tokens in of_rank])
@@ -243,8 +243,8 @@ def compare_with_sequences_alone(trees: Trees) -> int:
     outputs, expected_grads = rows.alone(trees.kind, trees.has_sinks)
     first_of_rank = np.cumsum([0, *map(len, of_ranks)])
     do_NHD = torch.zeros_like(o_NHD)
-    for reader in plans.readers[plans.readers["rank"] == rank]:
-        sequence = first_of_rank[reader["source"]] + reader["sequence"]
+    for reader in on_rank(plans.travelling(plans.sequences.read), rank):
+        sequence = first_of_rank[reader["source"]] + reader["index"]
         held_rows = slice(reader["offset"], reader["offset"] + row_counts(reader))
         read = slice(reader["start"], reader["stop"])
         torch.testing.assert_close(o_NHD[held_rows], outputs[sequence][read], rtol=0, atol=EXACT)
@@ -262,7 +262,7 @@ def compare_with_sequences_alone(trees: Trees) -> int:
         dist.all_reduce(found_H)
         # The gradient of sinks is added up in float32.
         torch.testing.assert_close(found_H, expected_grads[3], rtol=1e-5, atol=1e-5)
-    return plans.shared_rows
+    return plans.sequences.shared_rows
 
 
 DRAWN = st.builds(
@@ -270,11 +270,10 @@ DRAWN = st.builds(
     sequences=drawn_sequences(),
     block=st.integers(1, 3),
     kind=st.sampled_from(KINDS),
-    layout=st.sampled_from(["joint", "fixed"]),
+    layout=st.sampled_from(["auto", "fixed"]),
     ping_pong=st.booleans(),
     stage_rows=st.sampled_from([None, 1, 4]),
     in_nodes=st.booleans(),
-    keep_received=st.booleans(),
     has_sinks=st.booleans(),
     tasks_seed=st.none() | st.integers(0, 99),
     has_servers=st.booleans(),

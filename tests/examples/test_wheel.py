@@ -131,7 +131,7 @@ def test_its_commands_run_with_nothing_else(python, tmp_path):
     (tmp_path / "lengths.json").write_text("[4, 4, 2, 6]")
     options = ["--lengths", "lengths.json", "--ranks", "2", "--tokens-per-rank", "8"]
     printed = run_outside([python.with_name("hf-distca"), "plan", *options], tmp_path)
-    assert "documents                      4, 16 tokens" in printed
+    assert "documents                      4 of 16 tokens" in printed
     code = "import hf_distca.cli.main as cli; print(cli.__file__); cli.main(['doctor'])"
     file, *findings = run_outside([python, "-c", code], tmp_path).splitlines()
     assert Path(file).is_relative_to(python.parents[1])

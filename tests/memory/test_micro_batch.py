@@ -78,8 +78,6 @@ def test_checkpointed_layers():
     assert more["activations"] - less["activations"] == TOKENS * HIDDEN * 4
     assert less["backward"] > less["loss"]  # a layer is computed again at the peak
     assert "kept O" not in counted(FLASH)
-    recomputed = Use("torch_varlen", checkpointing={}, keep_core_attention=False)
-    assert "kept O" not in counted(recomputed)
     parts = counted(Use("torch_varlen", checkpointing={"every_n_layers": 2}), num_hidden_layers=4)
     assert parts["kept O"] == 2 * KEPT_O
 
@@ -198,7 +196,7 @@ def test_mixing_layers_take_what_their_kernels_take(model_type, monkeypatch):
     )
     for documents in ([2 * TOKENS], [TOKENS, TOKENS], 4 * [TOKENS // 2]):
         model = model_of_config(tiny_config(model_type), torch.float32)
-        settings = PlanSettings(2, TOKENS, tuple(layers_by_kind(model)), document_layout="joint")
+        settings = PlanSettings(2, TOKENS, tuple(layers_by_kind(model)), document_layout="auto")
         plan_layers(model)
         parts = count_micro_batch(model, plan_micro_batch(documents, settings), 1, CHECKPOINTING)
         states.append(parts["kept O"])
@@ -484,9 +482,9 @@ def test_few_sizes_are_counted_to_find_the_longest_rows(
 @pytest.mark.parametrize(
     ("lengths", "layout", "planned"),
     [
-        ([2 * TOKENS], "joint", [2 * TOKENS]),
-        ([2 * TOKENS - 1, 1], "joint", [TOKENS, 2 * TOKENS]),
-        ([2 * TOKENS - 1], "joint", [TOKENS, 2 * TOKENS]),
+        ([2 * TOKENS], "auto", [2 * TOKENS]),
+        ([2 * TOKENS - 1, 1], "auto", [TOKENS, 2 * TOKENS]),
+        ([2 * TOKENS - 1], "auto", [TOKENS, 2 * TOKENS]),
         (2 * [TOKENS], "whole", [2 * TOKENS]),
     ],
 )
@@ -548,7 +546,7 @@ def test_buffers_are_those_that_ranks_take(rank_pools, ranks, ranks_per_node, le
 SHAPE = ModelShape.llama(2, 64, 160, 4, 2, 100, head_dim=16)
 SETTINGS = PlanSettings(2, 1024, kinds=tuple(SHAPE.layers))
 SETUP = Setup(SHAPE, DeviceProfile.load("h100"), 2, 1024)
-PLAIN, WHOLE, ULYSSES, CONTEXT, FIXED, JOINT, CHOSEN, SERVERS = all_strategies(SETUP, SETTINGS, 1)
+PLAIN, WHOLE, ULYSSES, CONTEXT, FIXED, CHOSEN, SERVERS = all_strategies(SETUP, SETTINGS, 1)
 
 
 def memory_of(of_plans=SETTINGS, **changes):
@@ -577,7 +575,7 @@ def test_rows_take_memory_along_a_line():
     assert wide(PLAIN, 1536, None)[0] > 1.4 * memory(PLAIN, 1536, None)[0]
     # Exchange buffers of a plan take memory.
     rows, state = memory(PLAIN, 1024, None)
-    assert rows < memory(JOINT, 1024, plan_micro_batch([2048], SETTINGS))[0]
+    assert rows < memory(CHOSEN, 1024, plan_micro_batch([2048], SETTINGS))[0]
     # GPUs that share layers take less.
     shared_rows, shared_state = memory_of(tensor_parallel=2)(PLAIN, 1024, None)
     assert shared_rows < rows

@@ -142,6 +142,7 @@ def step(
     wrapped = DistributedDataParallel(model) if ddp else model
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         loss, grads = planned_step(wrapped, bound, random_documents(lengths))
+    assert len(bound.kept_results) == 0  # recomputations took all that was kept
     return Step(loss, grads, (bound.ran.mixing, bound.ran.layers, bound.ran.layers_in_turns))
 
 

@@ -2,6 +2,8 @@
 process.
 """
 
+import gc
+import weakref
 from functools import cache, partial
 
 import pytest
@@ -10,10 +12,14 @@ import torch.distributed as dist
 from transformers.models.lfm2 import modeling_lfm2
 from transformers.models.qwen3_next import modeling_qwen3_next
 
+from hf_distca import DistCAConfig
 from hf_distca.dispatch.cuts import StateExchange
 from hf_distca.dispatch.exchange import Exchange
+from hf_distca.models.checkpointing import enable_checkpointing
 from hf_distca.models.mixing import DELTA_RULE, FUNCTIONS
-from tests.mixing.steps import Step, assert_equal, reference, step
+from hf_distca.trainer.assembly import make_dispatcher
+from tests.mixing.steps import Step, assert_equal, cut_plan, make_model, reference, step
+from tests.models_and_batches import cut_rows, random_documents
 
 pytestmark = pytest.mark.usefixtures("backward_thread")
 
@@ -61,7 +67,8 @@ JOINED = {
     for ranks, nanos in PLANS.items()
 }
 """The same segments in one nano-batch."""
-JOINT = {"document_layout": "joint"}
+CUT = {"document_layout": "auto"}
+CPU = torch.device("cpu")
 
 
 @cache
@@ -72,14 +79,13 @@ def expected(model_type: str, **options) -> Step:
 @pytest.mark.parametrize("model_type", [*DELTA, *SHORT, *SCANS])
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_loss_and_gradients_are_those_of_one_process(rank_pools, ranks, model_type):
-    for got in rank_pools[ranks].run(partial(step, model_type, LENGTHS, PLANS[ranks], **JOINT)):
+    for got in rank_pools[ranks].run(partial(step, model_type, LENGTHS, PLANS[ranks], **CUT)):
         assert_equal(got, expected(model_type))
 
 
 COMPANY = {
     "one nano-batch": {"ping_pong": False},
     "checkpoints": {"checkpointing": False},
-    "checkpoints that exchange again": {"checkpointing": False, "keep_core_attention": False},
     "reentrant checkpoints, LoRA": {"checkpointing": True, "lora": True},
     "LoRA": {"lora": True},
     "DDP, checkpoints": {"ddp": True, "checkpointing": False},
@@ -89,7 +95,7 @@ COMPANY = {
 @pytest.mark.parametrize("model_type", ["qwen3_next", "falcon_h1", "lfm2"])
 @pytest.mark.parametrize("company", COMPANY)
 def test_in_company(rank_pools, model_type, company):
-    options = {**JOINT, **COMPANY[company]}
+    options = {**CUT, **COMPANY[company]}
     plans = PLANS if options.get("ping_pong", True) else JOINED
     for got in rank_pools[3].run(partial(step, model_type, LENGTHS, plans[3], **options)):
         assert_equal(got, expected(model_type, lora=options.get("lora", False)))
@@ -100,7 +106,7 @@ def test_in_company(rank_pools, model_type, company):
 )
 @pytest.mark.parametrize("model_type", ["qwen3_next", "kimi_linear", "bamba", "minimax"])
 def test_bfloat16_is_as_rough_as_in_one_process(rank_pools, model_type, rough):
-    for got in rank_pools[2].run(partial(step, model_type, LENGTHS, PLANS[2], **JOINT, **rough)):
+    for got in rank_pools[2].run(partial(step, model_type, LENGTHS, PLANS[2], **CUT, **rough)):
         assert_equal(got, expected(model_type), expected(model_type, **rough))
 
 
@@ -119,7 +125,7 @@ def _exchanged(model_type: str, options: dict) -> tuple[list[tuple[str, torch.dt
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Exchange, "buffer", recorded)
-        step(model_type, LENGTHS, PLANS[dist.get_world_size()], **JOINT, **options)
+        step(model_type, LENGTHS, PLANS[dist.get_world_size()], **CUT, **options)
     return made, sum(buffer.under_way for buffer in buffers)
 
 
@@ -133,12 +139,9 @@ def test_all_ranks_exchange_in_the_same_order(rank_pools, model_type):
     of_layer = ["halos 0", "halos 1", "states 0", "states 1"]
     assert first[:4] == of_layer
     assert first[-4:] == of_layer[::-1]
-    # Kept states are not exchanged again.
-    again, *_ = rank_pools[3].run(
-        _exchanged, model_type, {"checkpointing": False, "keep_core_attention": False}
-    )
-    layers = first[: len(first) // 2].count("states 0")
-    assert [name for name, _ in again[0]].count("states 0") == first.count("states 0") + layers
+    # Checkpoints keep what has arrived: their recomputations exchange nothing.
+    plain, *_ = rank_pools[3].run(_exchanged, model_type, {})
+    assert plain == ranks[0]
 
 
 @pytest.mark.parametrize(
@@ -165,6 +168,24 @@ def test_exchanges_end_on_ranks_without_a_cut_segment_and_states_travel_in_float
         assert mixing_dtypes == {("halos", dtype_of_halos), ("states", torch.float32)}
 
 
+def test_a_forward_without_a_backward_leaves_nothing():
+    """Results that a checkpoint keeps do not keep the graph in which they are, and with it
+    themselves.
+    """
+    model = make_model("qwen3_next")
+    dispatcher = make_dispatcher(model, DistCAConfig(tokens_per_rank=64, **CUT), CPU)
+    enable_checkpointing(model, {"use_reentrant": False})
+    one_rank = [[(0, 0, 5), (1, 0, 3), (0, 5, 9)]]
+    bound = dispatcher.bind(cut_plan([9, 3], [one_rank], dispatcher.settings))
+    kept = weakref.ref(bound.kept_results)
+    batch = cut_rows(bound.plan, 0, random_documents([9, 3]))
+    loss = model(**batch, labels=batch["shift_labels"], distca_plan=bound).loss
+    assert len(kept()) == 3  # halos, states and core attention
+    del bound, batch, loss
+    gc.collect()
+    assert kept() is None
+
+
 def _order() -> list[str]:
     """Runs of the delta rule, and exchanges of states."""
     events: list[str] = []
@@ -180,7 +201,7 @@ def _order() -> list[str]:
             (modeling_qwen3_next, DELTA_RULE),
         ):
             patch.setattr(owner, name, recorded(owner, name))
-        step("qwen3_next", LENGTHS, PLANS[2], **JOINT)
+        step("qwen3_next", LENGTHS, PLANS[2], **CUT)
     return events
 
 
@@ -200,7 +221,7 @@ def _hooked_on_one_rank() -> Step:
     """A step whose nano-batches take turns on rank 1 only: on rank 0 a hook inside wants to see all
     rows.
     """
-    return step("qwen3_next", LENGTHS, PLANS[2], hooked=dist.get_rank() == 0, **JOINT)
+    return step("qwen3_next", LENGTHS, PLANS[2], hooked=dist.get_rank() == 0, **CUT)
 
 
 def test_ranks_stay_in_step_if_nano_batches_take_turns_on_some_only(rank_pools):

@@ -90,7 +90,6 @@ class Case:
     autocast: bool = False
     ddp: bool = False
     stage_rows: int | None = None
-    keep_core_attention: bool = True
     moved: int = MOVED  # layers whose checkpoints go to the host
 
 
@@ -101,7 +100,6 @@ CASES = {
     # Of its three checkpoints the last two stay.
     "every second layer": Case("every second layer", moved=1),
     "no ping-pong": Case(ping_pong=False),
-    "no kept results": Case(keep_core_attention=False),
     "stages": Case(stage_rows=20),
     "hybrid": Case(model="qwen3_next", config=HYBRID),
     "LoRA under DDP": Case(lora=True, ddp=True),
@@ -117,12 +115,11 @@ def step(case: Case, *, moves: bool) -> tuple[Step, dict[str, int], int, int]:
     model: Any = small_model(case.model, num_hidden_layers=LAYERS, **case.config).train()
     if case.lora:
         model = with_lora(model)
-    settings = {"balance_tolerance": 0.01, "document_layout": "joint", "balance_block_size": 8}
+    settings = {"balance_tolerance": 0.01, "document_layout": "auto", "balance_block_size": 8}
     config = DistCAConfig(
         tokens_per_rank=256,
         loss_chunk_bytes=CHUNK_BYTES,
         ping_pong=case.ping_pong,
-        keep_core_attention=case.keep_core_attention,
         **settings,
     )
     dispatcher = make_dispatcher(model, config, CPU)
@@ -146,7 +143,6 @@ def step(case: Case, *, moves: bool) -> tuple[Step, dict[str, int], int, int]:
         dispatcher.settings.kinds,
         hidden_bytes=4,
         value_bytes=2 if case.autocast else 4,
-        keep_core_attention=case.keep_core_attention,
     )
     missing = host.reserved // host.chunk_bytes - len(host._free)
     return done, streams.moved, case.moved * kept, missing

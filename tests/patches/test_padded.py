@@ -34,14 +34,13 @@ from hf_distca.dispatch import padded
 from hf_distca.dispatch.padded import (
     PackedBatch,
     PaddedBatches,
-    PlannedSequences,
-    plan_sequences,
 )
 from hf_distca.models.checkpointing import enable_checkpointing
 from hf_distca.models.decoder import backbone
 from hf_distca.models.sharing import shares_prefixes, why_sequences_stay_alone
 from hf_distca.patches.padded import plan_ahead
 from hf_distca.planner import prefixes
+from hf_distca.planner.padding import PlannedPadding, plan_padded
 from hf_distca.planner.settings import PlanSettings
 from hf_distca.refusal import RefusedError
 from tests.models_and_batches import SMALL, SMALL_HYBRID, SMALL_KIND, SMALL_LLAMA4, with_lora
@@ -148,7 +147,7 @@ def compare_with_stock(
         dispatcher.close()
 
 
-JOINT = {"document_layout": "joint", "balance_tolerance": 0.01}
+CUT = {"document_layout": "auto", "balance_tolerance": 0.01}
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
@@ -156,7 +155,7 @@ JOINT = {"document_layout": "joint", "balance_tolerance": 0.01}
 def test_outputs_and_gradients_are_those_of_each_padded_batch(
     rank_pools: dict[int, RankPool], ranks: int, lengths: str
 ) -> None:
-    rank_pools[ranks].run(compare_with_stock, "llama", LENGTHS[lengths][:ranks], "both", JOINT)
+    rank_pools[ranks].run(compare_with_stock, "llama", LENGTHS[lengths][:ranks], "both", CUT)
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -178,7 +177,7 @@ def classify(lengths_of_ranks: list[list[int]]) -> None:
     )
     stock = small_model("llama", "sdpa", AutoModelForSequenceClassification)
     model = small_model("llama", "distca", AutoModelForSequenceClassification)
-    dispatcher = pack_padded(model, DistCAConfig(tokens_per_rank=64, **JOINT), torch.device("cpu"))
+    dispatcher = pack_padded(model, DistCAConfig(tokens_per_rank=64, **CUT), torch.device("cpu"))
     try:
         with torch.no_grad():
             torch.testing.assert_close(
@@ -284,12 +283,12 @@ def plan_before_packing(batches_ahead: int) -> Counted:
     in_time: list[bool] = []
     plans: list[Any] = []
 
-    def noted(*args: Any) -> PlannedSequences:
+    def noted(*args: Any) -> PlannedPadding:
         if plans:  # the first one is waited for
             in_time.append(first_computed.wait(20))
             first_computed.set()  # waits once at most
         plans.append(args)
-        return plan_sequences(*args)
+        return plan_padded(*args)
 
     def computed() -> int:
         for batch, logits in zip(given, expected, strict=True):
@@ -301,7 +300,7 @@ def plan_before_packing(batches_ahead: int) -> Counted:
     exchange = groups.all_gather_checked
     try:
         with (
-            patch.object(padded, "plan_sequences", noted),
+            patch.object(padded, "plan_padded", noted),
             patch.object(groups, "all_gather_checked", side_effect=exchange) as exchanges,
         ):
             plan_ahead(model, given)
@@ -445,10 +444,10 @@ def test_no_micro_batch_holds_more_than_all_ranks() -> None:
     100 and 56.
     """
     settings = PlanSettings(2, 64, (SMALL_KIND,))
-    planned = plan_sequences([[100], [100, 56]], settings)
-    assert sorted(int(plan.tokens.sum()) for plan in planned.plans) == [56, 100, 100]
-    planned = plan_sequences([[100], [28, 100, 28]], settings)
-    assert sorted(int(plan.tokens.sum()) for plan in planned.plans) == [128, 128]
+    planned = plan_padded([[100], [100, 56]], settings)
+    assert sorted(int(plan.tokens.sum()) for plan in planned.sequences.plans) == [56, 100, 100]
+    planned = plan_padded([[100], [28, 100, 28]], settings)
+    assert sorted(int(plan.tokens.sum()) for plan in planned.sequences.plans) == [128, 128]
 
 
 PIECES = (12, 8, 1, 5, 9)
@@ -517,13 +516,13 @@ def compare_shared_with_stock(
         expected, expected_gradient = outputs_and_gradients(stock, batch)
         with patch.object(prefixes, "BLOCK", block):
             outputs, gradient = outputs_and_gradients(model, batch)
-            planned = next(iter(batches._plans.values())).result()
+            sequences = next(iter(batches._plans.values())).result().sequences
         is_token_BL = batch["attention_mask"].bool()
         torch.testing.assert_close(outputs.loss, expected.loss, rtol=1e-5, atol=1e-6)
         torch.testing.assert_close(gradient, expected_gradient, rtol=2e-4, atol=2e-6)
         for one, other in zip(outputs.hidden_states, expected.hidden_states, strict=True):
             torch.testing.assert_close(one[is_token_BL], other[is_token_BL], rtol=1e-4, atol=1e-5)
-        return planned.shared_rows, planned.computed_rows, max(stages)
+        return sequences.shared_rows, sequences.computed_rows, max(stages)
     finally:
         dispatcher.close()
 
@@ -540,10 +539,10 @@ def test_equal_beginnings_are_computed_once(rank_pools, name, ranks, subtests):
     for block, settings, options in (
         (5, {}, {"checkpointing": True}),
         (4, {"document_layout": "fixed", "balance_tolerance": 0.01}, {"checkpointing": True}),
-        (5, {**JOINT, "ping_pong": True}, {}),
-        (4, {**JOINT, "ping_pong": False, **IN_STAGES}, {"checkpointing": True}),
-        (3, {**JOINT, **IN_STAGES, **(ON_TWO_NODES if ranks == 3 else {})}, {}),
-        (4, {**JOINT, "keep_received": True}, {"lora": name in WITH_LORA}),
+        (5, {**CUT, "ping_pong": True}, {}),
+        (4, {**CUT, "ping_pong": False, **IN_STAGES}, {"checkpointing": True}),
+        (3, {**CUT, **IN_STAGES, **(ON_TWO_NODES if ranks == 3 else {})}, {}),
+        (4, CUT, {"lora": name in WITH_LORA}),
     ):
         with subtests.test(f"blocks of {block}", **settings, **options):
             results = rank_pools[ranks].run(

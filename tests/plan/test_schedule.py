@@ -219,16 +219,6 @@ def test_with_many_stages_a_part_of_the_local_tasks_comes_before_each(direction,
     assert [call.name for call in windowed if call.keys == "local"] == ["local"]
 
 
-@pytest.mark.parametrize(
-    ("kept_rows", "sent"),
-    [("nothing", "do o lse q, k v"), ("received", "do o lse"), ("results", "do")],
-)
-def test_kept_rows_are_not_sent_again(kept_rows, sent):
-    sending, *_, waiting = names(made("backward", "first", kept_rows=kept_rows))[:3]
-    assert sending == f"send {sent}"
-    assert waiting == f"wait {sent}; run remote-query; send dq"
-
-
 def test_a_forward_written_out():
     q, kv = Transfer("queries", ("q",)), Transfer("keys", ("k", "v"))
     results = Transfer("queries", ("o", "lse"), back=True)
@@ -277,15 +267,14 @@ def test_servers_are_asked_first_and_waited_for_last(direction, call, answer, fo
     assert served[1:-1] == unserved[1:-1]
 
 
-@pytest.mark.parametrize("kept_rows", ["nothing", "received", "results"])
 @pytest.mark.parametrize("turn", ["alone", "first", "second"])
 @pytest.mark.parametrize("direction", ["forward", "backward"])
-def test_ranks_issue_the_same_transfers_whatever_tasks_they_have(direction, turn, kept_rows):
+def test_ranks_issue_the_same_transfers_whatever_tasks_they_have(direction, turn):
     all_keys = sorted(calls_of("backward", "alone", 1) | {("local", 0)})
     combinations = (itertools.combinations(all_keys, count) for count in range(6))
     transfers_of_schedules = set()
     for keys in map(frozenset, itertools.chain(*combinations)):
-        schedule = made(direction, turn, calls=keys, kept_rows=kept_rows)
+        schedule = made(direction, turn, calls=keys)
         pauses = [0, *itertools.accumulate(phase.pause for phase in schedule)]
         transfers = [
             (pause, verb, operand)
@@ -308,22 +297,14 @@ def steps(phase):
     return [(verb, operand) for verb in ("wait", "run", "send") for operand in getattr(phase, verb)]
 
 
-@pytest.mark.parametrize(
-    ("direction", "kept_rows"),
-    [
-        ("forward", "nothing"),
-        ("backward", "nothing"),
-        ("backward", "received"),
-        ("backward", "results"),
-    ],
-)
+@pytest.mark.parametrize("direction", ["forward", "backward"])
 @pytest.mark.parametrize("forwards", [False, True])
 @pytest.mark.parametrize("stages", [1, 2, 3, 4, 5, 7, 12])
 @pytest.mark.parametrize("turn", ["alone", "first", "second"])
 def test_rows_take_one_hop_after_another_and_their_memory_is_used_again(
-    turn, stages, forwards, direction, kept_rows
+    turn, stages, forwards, direction
 ):
-    schedule = made(direction, turn, stages, forwards, servers=True, kept_rows=kept_rows)
+    schedule = made(direction, turn, stages, forwards, servers=True)
     order = [step for phase in schedule for step in steps(phase)]
     # 1. What is sent is waited for once, and in the order of its group.
     transfers = [(verb, step) for verb, step in order if verb != "run" and step.rows != "servers"]
@@ -331,13 +312,13 @@ def test_rows_take_one_hop_after_another_and_their_memory_is_used_again(
     awaited = [transfer for verb, transfer in transfers if verb == "wait"]
     assert len(set(sent)) == len(sent)
     assert sorted(sent, key=str) == sorted(awaited, key=str)
-    transfers_a_hop = stages * (kept_rows == "nothing") + stages * (direction == "backward")
+    transfers_a_hop = stages * (2 if direction == "backward" else 1)
     assert sum(transfer.rows == "keys" for transfer in sent) == transfers_a_hop
     assert sum(transfer.rows == "forwarded" for transfer in sent) == transfers_a_hop * forwards
     # 2. Rows go there, perhaps in two hops, are computed with, and their gradients go back.
     lives = []
     for stage in range(stages):
-        places = places_of_stage(order, stage, forwards, direction, kept_rows)
+        places = places_of_stage(order, stage, forwards, direction)
         assert len(places["run"]) == (3 if stages > 1 else 2)
         in_turn = [*places["keys"], *places["run"], *places["gradients"]]
         assert in_turn == sorted(in_turn)
@@ -350,14 +331,14 @@ def test_rows_take_one_hop_after_another_and_their_memory_is_used_again(
         slot_lives = [life for life, number in zip(lives, slots, strict=True) if number == slot]
         assert all(last < first for (_, last), (first, _) in itertools.pairwise(slot_lives))
     # 4. No slot is to spare: with enough stages all are in use at once.
-    if (direction, kept_rows) == ("backward", "nothing") and stages >= buffers:
+    if direction == "backward" and stages >= buffers:
         slots_in_use = [
             sum(first <= place <= last for first, last in lives) for place in range(len(order))
         ]
         assert max(slots_in_use) == buffers
 
 
-def places_of_stage(order, stage, forwards, direction, kept_rows) -> dict[str, list[int]]:
+def places_of_stage(order, stage, forwards, direction) -> dict[str, list[int]]:
     """Places in a schedule where a stage's keys travel, are computed with, and gradients travel."""
     keys = Transfer("keys", ("k", "v"), stage=stage)
     gradients = Transfer("keys", ("dk", "dv"), True, stage)
@@ -373,7 +354,7 @@ def places_of_stage(order, stage, forwards, direction, kept_rows) -> dict[str, l
         if verb == "run" and call.stage == stage and call.keys == "received"
     ]
     return {
-        "keys": places_of(key_hops) if kept_rows == "nothing" else [],
+        "keys": places_of(key_hops),
         "run": runs,
         "gradients": places_of(gradient_hops) if direction == "backward" else [],
     }

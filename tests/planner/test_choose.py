@@ -250,7 +250,7 @@ def test_the_search_finds_what_trying_everything_finds(ranks, bandwidth):
 
 @pytest.mark.parametrize("groups", [True, False])
 def test_a_slower_rank_gets_less_to_do(groups):
-    """It takes twice as long for everything, and has equally many rows in the joint layout."""
+    """It takes twice as long for everything, and has equally many rows."""
     settings = PlanSettings(4, 64, (KIND,), balance_block_size=4, ranks_per_node=2)
     costs_of_plans = (
         replace(costs(FREE, FREE), slowness=slowness) for slowness in ((), (1.0, 1.0, 1.0, 2.0))

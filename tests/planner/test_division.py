@@ -70,9 +70,7 @@ def test_the_end_of_a_document_that_fits_nowhere_lies_where_most_room_is():
 
 @pytest.mark.parametrize("over_all", [True, False])
 def test_over_nodes_only_the_longest_documents_are_divided(over_all):
-    longest, second, third, shortest = ranks_of(
-        divided([32, 10, 10, 2], (2, 2), over_all=over_all)
-    )
+    longest, second, third, shortest = ranks_of(divided([32, 10, 10, 2], (2, 2), over_all=over_all))
     assert longest == {0, 1, 2, 3}
     assert sorted([second, third], key=min) == [{0, 1}, {2, 3}]
     assert shortest in ({0, 1}, {2, 3})

@@ -130,7 +130,9 @@ def test_no_rank_is_left_without_a_row():
 
 def test_attention_is_balanced_inside_every_group():
     lengths = [4] * 18  # a group has nine documents, and a rank half of the ninth
-    (nano,) = in_groups(lengths, placed(lengths, (2, 2), 20), 20, over_all=True, balance_block_size=1)
+    (nano,) = in_groups(
+        lengths, placed(lengths, (2, 2), 20), 20, over_all=True, balance_block_size=1
+    )
     assert nano.layout.tokens.tolist() == [18, 18, 18, 18]
     assert loads_of(nano.plans[KIND]).tolist() == [45, 45, 45, 45]
 

@@ -64,8 +64,7 @@ DEFAULTS = {
     "model_type": "llama",
     "ranks": 2,
     "ping_pong": False,
-    "document_layout": "joint",
-    "keep_received": False,
+    "document_layout": "auto",
     "ranks_serve": True,
     "shares": False,  # documents begin alike and share rows
     "learns": 0,  # speeds are learned for so many steps
@@ -135,7 +134,7 @@ class TrainingRank:
         self.members = []
         self.at_servers = []
         self.settings = settings_of(options, self.ranks)
-        self.dispatcher = Dispatcher(self.settings, CPU, keep_received=options.keep_received)
+        self.dispatcher = Dispatcher(self.settings, CPU)
         self.directory = Directory("127.0.0.1", port, TOKEN) if self.rank == 0 else None
         self.log = Messages("hf_distca.pool")
         memory = memory_of(transport)
@@ -301,7 +300,7 @@ NO_RANKS = {**TURNS, "ranks_serve": False}
         (TCP, [None, None], "never", {}, "222", []),
         (NIXL, [None, None], "never", TURNS, "222", []),
         (TCP, [None], "never", NO_RANKS, "111", []),
-        (TCP, [None], "never", {"keep_received": True, "learns": STEPS - 1}, "111", []),
+        (TCP, [None], "never", {"learns": STEPS - 1}, "111", []),
         (NIXL, [None], "never", GEMMA, "111", []),
         (TCP, [None], "never", {"model_type": "llama4_text"}, "111", []),
         (NIXL, [None], "never", {**TURNS, "ranks": 1}, "111", []),

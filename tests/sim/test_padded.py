@@ -7,8 +7,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from hf_distca.dispatch.padded import plan_sequences
 from hf_distca.planner import prefixes
+from hf_distca.planner.padding import plan_padded
 from hf_distca.predict.seconds import LinkCost, Links
 from hf_distca.sim.padded import PaddedFigures, padded_advice, padded_columns, simulate_padded
 from hf_distca.sim.trees import TURNS, DrawnBatch, turn_lengths, turns_of_ranks
@@ -25,7 +25,7 @@ def simulated(batches, setup=SETUP, settings=SETTINGS):
         drawn,
         setup,
         settings,
-        lambda batch, _: plan_sequences(batch.lengths, settings, batch.hashes),
+        lambda batch, _: plan_padded(batch.lengths, settings, batch.hashes),
     )
     return {figures.name: figures for figures in figures_of_strategies}
 
@@ -127,12 +127,10 @@ def test_turns_of_a_session_begin_with_all_turns_before():
     whole = lengths[0] // 128
     assert hashes[1][:whole] == hashes[0][:whole]
     assert hashes[TURNS][0] != hashes[0][0]
-    figures_of_strategies = plan_sequences(
-        batch.lengths, replace(SETTINGS, tokens_per_rank=1 << 20), batch.hashes
-    )
+    planned = plan_padded(batch.lengths, replace(SETTINGS, tokens_per_rank=1 << 20), batch.hashes)
     sessions = [lengths[TURNS - 1], lengths[-1]]
     # A turn ends inside a block, which is computed for it alone.
-    assert sum(sessions) <= figures_of_strategies.computed_rows <= sum(sessions) + 128 * 60
+    assert sum(sessions) <= planned.sequences.computed_rows <= sum(sessions) + 128 * 60
     drawn = turn_lengths()(np.random.default_rng(1), 60)
     assert drawn.tolist() == lengths
 

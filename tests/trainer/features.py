@@ -316,7 +316,7 @@ FEATURES: dict[str, Run] = {
     # Models
     "experts (Mixtral)": Run(model=model_of(model_type="mixtral", num_local_experts=4)),
     "a hybrid (Qwen3-Next) with documents that are cut": Run(
-        model=model_of(**HYBRID), planned={"document_layout": "joint"}
+        model=model_of(**HYBRID), planned={"document_layout": "fixed"}
     ),
     "tied embeddings and mlp_chunk_rows": Run(
         model=model_of(tie_word_embeddings=True), planned={"mlp_chunk_rows": 16}
@@ -412,9 +412,6 @@ TRAININGS: dict[str, Run] = {
         },
     ),
     "checkpointed by FSDP": Run({CHECKPOINTING: False}, environment=BY_FSDP),
-    "computed again": Run(
-        {CHECKPOINTING: False}, environment=BY_FSDP, planned={"keep_core_attention": False}
-    ),
     "arguments that few set": Run(
         {
             **{
@@ -520,7 +517,7 @@ TOGETHER: list[tuple[str, tuple[str, ...]]] = [
     ("fsdp2", ("evaluated before",)),
     ("fsdp2", ("the best of several evaluations",)),
     ("fsdp2", ("checkpointed by FSDP",)),
-    ("fsdp2", ("computed again",)),
+    ("fsdp2", ("no checkpoints",)),
     ("fsdp2", ("answers of assistants",)),
     ("fsdp2", ("bf16 by default",)),
     ("zero2", ("trainable_token_indices", "a step without targets")),

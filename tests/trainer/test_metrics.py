@@ -124,14 +124,12 @@ def figures_of(clock):
         if padded is None:
             meter.compare_with(SimpleNamespace(besides=0.5))
         for exchange in moved:
-            bound = bound_plan(exchange, choice)
+            bound = bound_plan(exchange, choice, shared)
             if padded is None:
                 meter.count(bound)
             else:
                 travel = SimpleNamespace(shape=padded)
-                packed = SimpleNamespace(
-                    micro_batches=[({}, bound)], travel=travel, shared_rows=shared
-                )
+                packed = SimpleNamespace(micro_batches=[({}, bound)], travel=travel)
                 meter.count_padded(packed)
         for _ in range(2):
             clock.on_step_begin()
@@ -144,11 +142,11 @@ def figures_of(clock):
     return figures_of
 
 
-def bound_plan(exchange: list[int], choice: PlanChoice | None) -> Any:
-    """A micro-batch of 24 tokens, of whose two layers one ran in turns."""
+def bound_plan(exchange: list[int], choice: PlanChoice | None, shared: int) -> Any:
+    """A micro-batch of 24 rows, of whose two layers one ran in turns."""
     plan = SimpleNamespace(
-        document_tokens=24,
-        shared_rows=0,
+        document_tokens=24 + shared,
+        shared_rows=shared,
         summary=PlanSummary(1.5, 1.0, ExchangeFigures(*exchange)),
         choice=choice,
         nano_batches=(),

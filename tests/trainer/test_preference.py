@@ -126,7 +126,7 @@ def plans_of_rollouts(folder: str, kind: str) -> tuple[list[str], int]:
     """What a training did before its models ran, in this order, and the number of its plans."""
     events: list[str] = []
     made = []
-    exchange, prepared = Groups.all_gather_checked, padded.plan_sequences
+    exchange, prepared = Groups.all_gather_checked, padded.plan_padded
 
     def exchanged(self: Groups, make: Any, *, contents: str) -> Any:
         if contents.startswith("lengths of sequences"):
@@ -140,7 +140,7 @@ def plans_of_rollouts(folder: str, kind: str) -> tuple[list[str], int]:
     arguments = {"num_iterations": 2, "steps_per_generation": 2, "max_steps": 4}
     with (
         patch.object(Groups, "all_gather_checked", exchanged),
-        patch.object(padded, "plan_sequences", planned),
+        patch.object(padded, "plan_padded", planned),
     ):
         train(folder, Case(kind, arguments=arguments), planned=True)
     return events, len(made)

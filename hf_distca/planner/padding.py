@@ -1,0 +1,87 @@
+"""Plans for the padded batches of all ranks.
+
+The sequences of all ranks are the sequences of one or several planned micro-batches.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from hf_distca.batches.refusals import Batch
+from hf_distca.plan.intervals import IntArray, Table
+from hf_distca.planner.prefixes import Hashes, SharedPrefixes, share_prefixes
+from hf_distca.planner.sequences import (
+    TOKENS,
+    PlannedSequences,
+    even_micro_batches,
+    plan_sequences,
+)
+from hf_distca.planner.settings import PlanSettings
+
+NO_RANK = -1
+"""Source of the rows that no rank was given: a filler's."""
+TRAVELLING = np.dtype([*TOKENS.descr, ("source", np.int64), ("index", np.int64)])
+"""Tokens of a sequence on the rank that holds them.
+
+`source` is the rank that was given the sequence, and `index` the sequence's index in its batch.
+"""
+
+
+@dataclass(frozen=True, eq=False)
+class PlannedPadding:
+    """Planned micro-batches for the padded batches of all ranks, the same on every rank."""
+
+    sequences: PlannedSequences
+    sources: IntArray  # [sequences] the rank that was given each one
+    indices: IntArray  # [sequences] its index in the batch of that rank
+
+    def travelling(self, tokens: Table) -> Table:
+        """Return tokens of sequences as entries of dtype TRAVELLING."""
+        table = np.empty(len(tokens), TRAVELLING)
+        for name in TOKENS.names or ():
+            table[name] = tokens[name]
+        for name, values in (("source", self.sources), ("index", self.indices)):
+            table[name] = np.append(values, NO_RANK)[tokens["sequence"]]
+        return table
+
+
+def plan_padded(
+    lengths_of_ranks: Sequence[Sequence[int]],
+    settings: PlanSettings,
+    hashes_of_ranks: Sequence[Sequence[Hashes]] | None = None,
+) -> PlannedPadding:
+    """Plan the micro-batches for sequences of [ranks] lengths each.
+
+    Sequences without tokens are left out.
+
+    Args:
+        hashes_of_ranks: of each sequence of each rank. Shared prefixes are then computed once.
+            None: every sequence is computed by itself.
+
+    Raises:
+        ValueError: A sequence has more tokens than all ranks, or one rank where documents stay
+            whole, may hold.
+    """
+    given = [
+        (rank, index, length)
+        for rank, lengths in enumerate(lengths_of_ranks)
+        for index, length in enumerate(lengths)
+        if length > 0
+    ]
+    sources, indices, lengths = np.array(given, np.int64).reshape(-1, 3).T
+    stay_whole = settings.document_layout == "whole"
+    capacity = settings.tokens_per_rank * (1 if stay_whole else settings.ranks)
+    if len(lengths) and lengths.max() > capacity:
+        raise Batch.LONG_SEQUENCE.error(
+            length=lengths.max(),
+            limit=capacity,
+            where="one rank" if stay_whole else "all ranks together",
+        )
+    if hashes_of_ranks is None:
+        trees = SharedPrefixes.of_none(lengths)
+    else:
+        hashes = [hashes_of_ranks[rank][index] for rank, index, _ in given]
+        trees = share_prefixes(lengths.tolist(), hashes, capacity)
+    micro_batches = even_micro_batches(trees, settings)
+    return PlannedPadding(plan_sequences(trees, lengths, settings, micro_batches), sources, indices)

@@ -8,7 +8,7 @@ attention, 36 with a gated delta rule. A rank has 32,768 tokens. Strategies:
 
   whole     documents balanced over ranks by their cost; a document that no rank can hold is cut,
             and loses context
-  joint     documents may span ranks
+  fixed     documents are packed in order and may span ranks
   chosen    the fastest plan for each micro-batch, as training chooses
 """
 
@@ -19,13 +19,13 @@ from typing import Any
 import numpy as np
 import torch
 from harness import options_parser, print_json, print_rows
+from hf_distca.predict.setup import Setup
 from transformers import Qwen3NextConfig
 
 from hf_distca.models.fake import model_of_config
 from hf_distca.models.shape import model_shape
 from hf_distca.planner.settings import PlanSettings
 from hf_distca.predict.profile import DeviceProfile
-from hf_distca.predict.setup import Setup
 from hf_distca.sim.lengths import IntArray, corpora, cut_at, micro_batches
 from hf_distca.sim.strategies import StepTime, planned, whole_documents
 from hf_distca.units import AUTO
@@ -42,6 +42,8 @@ def steps(
         return [whole_documents(lengths, setup) for lengths in every]
     if strategy == "chosen":
         settings = replace(settings, costs=setup.costs)
+    else:
+        settings = replace(settings, document_layout="fixed")
     return [planned(lengths, setup, settings)[0] for lengths in every]
 
 
@@ -64,7 +66,7 @@ def main() -> None:
                 )
                 every = list(islice(drawn, count))
                 whole = None
-                for strategy in ("whole", "joint", "chosen"):
+                for strategy in ("whole", "fixed", "chosen"):
                     taken = steps(every, setup, settings, strategy)
                     seconds = float(np.mean([step.seconds for step in taken]))
                     whole = whole or seconds

@@ -402,7 +402,7 @@ def main() -> None:
         if ping_pong:
             plan_layers(model)
         options = {"row_overhead": MetaKernel.row_overhead, "ping_pong": ping_pong}
-        for layout in ("joint", "fixed"):
+        for layout in ("auto", "fixed"):
             settings = PlanSettings(
                 RANKS, TOKENS, tuple(layers_by_kind(model)), document_layout=layout, **options
             )

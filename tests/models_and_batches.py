@@ -53,7 +53,7 @@ def exchanging(model: PreTrainedModel) -> dict[str, Any]:
     By default small documents would stay where they are.
     """
     turns = bool(decoder_layers(model))
-    layout = "whole" if uncuttable(model) else "joint" if turns else "fixed"
+    layout = "whole" if uncuttable(model) else "fixed"
     return {"document_layout": layout, "balance_tolerance": 0.01, "ping_pong": turns}
 
 

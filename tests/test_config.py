@@ -90,7 +90,7 @@ def test_settings_on_the_command_line_and_in_yaml(tmp_path, capsys):
 
 def test_what_the_planner_chooses():
     default = DistCAConfig()
-    set_all = DistCAConfig(ping_pong=True, balance_tolerance=0.01, document_layout="joint")
+    set_all = DistCAConfig(ping_pong=True, balance_tolerance=0.01, document_layout="fixed")
     assert (default.ping_pong, default.balance_tolerance, default.document_layout) == ("auto",) * 3
     assert default.chooses is True
     assert DistCAConfig(ping_pong=False).chooses is True

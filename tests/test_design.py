@@ -66,7 +66,7 @@ def test_a_step_goes_through_the_listed_files(tmp_path):
 
 def test_named_files_exist():
     named = set(re.findall(r"`((?:[\w]+/)+[\w]*(?:\.py)?)`", DESIGN))
-    assert {"planner/joint.py", "plan/schedule.py"} <= named
+    assert {"planner/division.py", "plan/schedule.py"} <= named
     assert not {
         name for name in named if not ((ROOT / name).exists() or (ROOT.parent / name).exists())
     }

@@ -708,7 +708,7 @@ GIVEN: Rows = [
         (
             "1 of 1 documents of train_dataset are longer than tokens_per_rank = 160 tokens, such "
             "as document 0 with 161, but documents stay whole on a rank; raise tokens_per_rank, "
-            "set document_layout='joint' …"
+            "set document_layout='auto' …"
         ),
     ),
     # Arguments
@@ -877,7 +877,7 @@ SETTINGS: dict[str, tuple[Any, ...]] = {
         "Truncate",
         None,
     ),
-    "document_layout must be one of ['auto', 'joint', 'fixed', 'whole'], got …": (
+    "document_layout must be one of ['auto', 'fixed', 'whole'], got …": (
         "best",
         ["joint"],
     ),

@@ -59,8 +59,8 @@ IN_GROUPS = {
 }
 PLANNED = (
     "hf_distca plans which rank computes which core attention. Fixed: documents are packed in "
-    "order and cut where the tokens of a rank end. Joint: documents are placed so that few rows "
-    "move. Chosen: the fastest plan of each micro-batch, as training takes it by default."
+    "order and cut where the tokens of a rank end. Chosen: the fastest plan of each micro-batch, "
+    "as training takes it by default."
 )
 """Meanings of the names of strategies; those of groups of ranks by the beginning of the name."""
 PADDED_ROWS = (

@@ -157,7 +157,7 @@ def test_long_documents_are_cut(caplog):
 @given(
     st.lists(st.integers(1, 40), min_size=1, max_size=12),
     st.integers(1, 4),
-    st.sampled_from(["joint", "fixed"]),
+    st.sampled_from(["auto", "fixed"]),
     st.sampled_from([1, 4, 128]),
 )
 def test_the_rows_of_all_ranks_are_the_documents(lengths, ranks, layout, balance_block_size):

@@ -119,33 +119,33 @@ def counted_step(model: PreTrainedModel, bound: BoundPlan, checkpoint: str = "no
 # each. Local tasks of five stages have six parts, each a kernel call and three sums of gradients.
 BOUNDS = """
 model       layer   layout halves checkpoint    stages launches copies views kernels exchange     KB
-llama       full    joint  1      none          one          29     23    40       7        7  67800
+llama       full    auto   1      none          one          29     23    40       7        7  67800
 llama       full    fixed  1      none          one          22     16    45       5        7  39030
-llama       full    joint  2      none          one          45     34    73       8       10  40110
-llama+lora  full    joint  2      none          one          45     34    73       8       10  40110
+llama       full    auto   2      none          one          45     34    73       8       10  40110
+llama+lora  full    auto   2      none          one          45     34    73       8       10  40110
 llama       full    fixed  2      none          one          60     48    68      10       14  91011
-llama       full    joint  1      reentrant     one          29     23    48       7        7  67800
-llama       full    joint  2      non-reentrant one          45     34   105       8       10  40110
-llama       full    joint  2      reentrant     one          46     35    94       8       10  40241
-qwen2       full    joint  2      none          one          45     34    73       8       10  10888
-gpt_oss     full    joint  1      none          one          52     35    41       7        7 152974
-gpt_oss     sliding joint  1      none          one          49     33    73       5        7 134931
-gpt_oss     full    joint  2      none          one          69     38    59       8       10 126976
-gpt_oss     sliding joint  2      none          one          87     57   146      10       14 129809
+llama       full    auto   1      reentrant     one          29     23    48       7        7  67800
+llama       full    auto   2      non-reentrant one          45     34   105       8       10  40110
+llama       full    auto   2      reentrant     one          46     35    94       8       10  40241
+qwen2       full    auto   2      none          one          45     34    73       8       10  10888
+gpt_oss     full    auto   1      none          one          52     35    41       7        7 152974
+gpt_oss     sliding auto   1      none          one          49     33    73       5        7 134931
+gpt_oss     full    auto   2      none          one          69     38    59       8       10 126976
+gpt_oss     sliding auto   2      none          one          87     57   146      10       14 129809
 gpt_oss     full    fixed  2      none          one          96     61    81      10       14 175501
 gpt_oss     sliding fixed  2      none          one          88     55   176       8       14 133870
-gpt_oss     full    joint  2      non-reentrant one          69     38    95       8       10 126976
-gpt_oss     sliding joint  2      non-reentrant one          87     57   182      10       14 129809
+gpt_oss     full    auto   2      non-reentrant one          69     38    95       8       10 126976
+gpt_oss     sliding auto   2      non-reentrant one          87     57   182      10       14 129809
 gemma3_text full    fixed  2      none          one          60     48    68      10       14  21575
 gemma3_text sliding fixed  2      none          one          43     33   174       8       14  11016
-gemma3_text full    joint  2      reentrant     one          46     35    94       8       10  10352
-gemma3_text sliding joint  2      reentrant     one          50     43   165      10       14  11053
-llama       full    joint  1      none          five        126     54   173      34       19 204782
-llama       full    joint  2      none          five        108     62   133      18       22 149354
-gpt_oss     full    joint  1      none          five        191    106   193      36       19 297251
-gpt_oss     sliding joint  1      none          five         93     56   168       9       19 184310
-llama       full    joint  1      none          hops        156     74   203      34       34 204595
-llama       full    joint  2      none          hops        132     78   161      18       40 156671
+gemma3_text full    auto   2      reentrant     one          46     35    94       8       10  10352
+gemma3_text sliding auto   2      reentrant     one          50     43   165      10       14  11053
+llama       full    auto   1      none          five        126     54   173      34       19 204782
+llama       full    auto   2      none          five        108     62   133      18       22 149354
+gpt_oss     full    auto   1      none          five        191    106   193      36       19 297251
+gpt_oss     sliding auto   1      none          five         93     56   168       9       19 184310
+llama       full    auto   1      none          hops        156     74   203      34       34 204595
+llama       full    auto   2      none          hops        132     78   161      18       40 156671
 """
 ROWS = [line.split() for line in BOUNDS.strip().splitlines()[1:]]
 CASES = list(dict.fromkeys((row[0], *row[2:6]) for row in ROWS))
@@ -299,11 +299,11 @@ def event(**_: Any) -> SimpleNamespace:
 @pytest.mark.parametrize(
     ("layout", "turns", "checkpoint", "stage_rows"),
     [
-        ("joint", False, "none", None),
+        ("auto", False, "none", None),
         ("fixed", True, "none", None),
-        ("joint", True, "non-reentrant", None),
-        ("joint", True, "reentrant", None),
-        ("joint", False, "none", 200),
+        ("auto", True, "non-reentrant", None),
+        ("auto", True, "reentrant", None),
+        ("auto", False, "none", 200),
         ("fixed", True, "non-reentrant", 100),
     ],
 )

@@ -204,16 +204,16 @@ def at_random(model: str, *, ranks: int = 3, **options: bool) -> Case:
 
 
 CASES = {
-    "joint-2": Case(),
-    "joint-3-one": Case(3, (300,)),
-    "joint-4-long": Case(4, (90, 200, 1, 2, 3)),
+    "auto-2": Case(),
+    "auto-3-one": Case(3, (300,)),
+    "auto-4-long": Case(4, (90, 200, 1, 2, 3)),
     "fixed-long-and-short": Case(2, ((128,), (16,) * 8)),
     "fixed-no-rows": Case(2, ((96,), ())),
     "fixed-three": Case(3, ((100,), (50, 50), (25,) * 4)),
     "fixed-odd": Case(4, ((256,), (1,), (), (31, 33))),
     "fixed-two-ranks-without-rows": Case(4, ((200,), (56,), (), ())),
     **{
-        f"{model}-joint": Case(2, (128, *MIXED), model)
+        f"{model}-auto": Case(2, (128, *MIXED), model)
         for model in ("mistral", "gemma2", "llama4_text")
     },
     **{

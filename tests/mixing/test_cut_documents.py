@@ -67,7 +67,7 @@ JOINED = {
     for ranks, nanos in PLANS.items()
 }
 """The same segments in one nano-batch."""
-JOINT = {"document_layout": "joint"}
+CUT = {"document_layout": "auto"}
 CPU = torch.device("cpu")
 
 
@@ -79,7 +79,7 @@ def expected(model_type: str, **options) -> Step:
 @pytest.mark.parametrize("model_type", [*DELTA, *SHORT, *SCANS])
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_loss_and_gradients_are_those_of_one_process(rank_pools, ranks, model_type):
-    for got in rank_pools[ranks].run(partial(step, model_type, LENGTHS, PLANS[ranks], **JOINT)):
+    for got in rank_pools[ranks].run(partial(step, model_type, LENGTHS, PLANS[ranks], **CUT)):
         assert_equal(got, expected(model_type))
 
 
@@ -95,7 +95,7 @@ COMPANY = {
 @pytest.mark.parametrize("model_type", ["qwen3_next", "falcon_h1", "lfm2"])
 @pytest.mark.parametrize("company", COMPANY)
 def test_in_company(rank_pools, model_type, company):
-    options = {**JOINT, **COMPANY[company]}
+    options = {**CUT, **COMPANY[company]}
     plans = PLANS if options.get("ping_pong", True) else JOINED
     for got in rank_pools[3].run(partial(step, model_type, LENGTHS, plans[3], **options)):
         assert_equal(got, expected(model_type, lora=options.get("lora", False)))
@@ -106,7 +106,7 @@ def test_in_company(rank_pools, model_type, company):
 )
 @pytest.mark.parametrize("model_type", ["qwen3_next", "kimi_linear", "bamba", "minimax"])
 def test_bfloat16_is_as_rough_as_in_one_process(rank_pools, model_type, rough):
-    for got in rank_pools[2].run(partial(step, model_type, LENGTHS, PLANS[2], **JOINT, **rough)):
+    for got in rank_pools[2].run(partial(step, model_type, LENGTHS, PLANS[2], **CUT, **rough)):
         assert_equal(got, expected(model_type), expected(model_type, **rough))
 
 
@@ -125,7 +125,7 @@ def _exchanged(model_type: str, options: dict) -> tuple[list[tuple[str, torch.dt
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Exchange, "buffer", recorded)
-        step(model_type, LENGTHS, PLANS[dist.get_world_size()], **JOINT, **options)
+        step(model_type, LENGTHS, PLANS[dist.get_world_size()], **CUT, **options)
     return made, sum(buffer.under_way for buffer in buffers)
 
 
@@ -173,7 +173,7 @@ def test_a_forward_without_a_backward_leaves_nothing():
     themselves.
     """
     model = make_model("qwen3_next")
-    dispatcher = make_dispatcher(model, DistCAConfig(tokens_per_rank=64, **JOINT), CPU)
+    dispatcher = make_dispatcher(model, DistCAConfig(tokens_per_rank=64, **CUT), CPU)
     enable_checkpointing(model, {"use_reentrant": False})
     one_rank = [[(0, 0, 5), (1, 0, 3), (0, 5, 9)]]
     bound = dispatcher.bind(cut_plan([9, 3], [one_rank], dispatcher.settings))
@@ -201,7 +201,7 @@ def _order() -> list[str]:
             (modeling_qwen3_next, DELTA_RULE),
         ):
             patch.setattr(owner, name, recorded(owner, name))
-        step("qwen3_next", LENGTHS, PLANS[2], **JOINT)
+        step("qwen3_next", LENGTHS, PLANS[2], **CUT)
     return events
 
 
@@ -221,7 +221,7 @@ def _hooked_on_one_rank() -> Step:
     """A step whose nano-batches take turns on rank 1 only: on rank 0 a hook inside wants to see all
     rows.
     """
-    return step("qwen3_next", LENGTHS, PLANS[2], hooked=dist.get_rank() == 0, **JOINT)
+    return step("qwen3_next", LENGTHS, PLANS[2], hooked=dist.get_rank() == 0, **CUT)
 
 
 def test_ranks_stay_in_step_if_nano_batches_take_turns_on_some_only(rank_pools):

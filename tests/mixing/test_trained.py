@@ -53,7 +53,7 @@ SHARED: dict[str, Any] = {
         "tokens_per_rank": TOKENS_PER_RANK // 2,  # as many tokens together as two ranks have
         "exchange_buffer_bytes": 1024,  # K and V travel in stages
         **{
-            "document_layout": "joint",
+            "document_layout": "fixed",
             "ranks_per_node": 2,
             "save_strategy": "steps",
             "save_steps": 2,

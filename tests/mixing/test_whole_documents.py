@@ -106,7 +106,7 @@ def _errors() -> list[str]:
         )
         settings = dispatcher.settings
         if model is cutting:
-            settings = replace(settings, document_layout="joint")
+            settings = replace(settings, document_layout="auto")
         with pytest.raises(ValueError, match=r"cached keys|did not pass|cuts documents") as raised:
             planned_step(
                 model, dispatcher.bind(plan_micro_batch(FEW, settings)), random_documents(FEW)
@@ -158,10 +158,10 @@ def test_what_mixes_is_found_and_documents_stay_whole_where_it_cannot_be_cut(mod
     model = model_without_weights(model_type)
     assert {type(module).__name__ for module in modules_that_mix(model)} == MIXING[model_type]
     assert all(map(is_attention, decoder_attentions(model).values()))
-    assert layout_of(model) == ("joint" if model_type in CUTTABLE else "whole")
+    assert layout_of(model) == ("auto" if model_type in CUTTABLE else "whole")
 
 
-@pytest.mark.parametrize("layout", ["joint", "fixed"])
+@pytest.mark.parametrize("layout", ["auto", "fixed"])
 def test_a_layout_that_cuts_documents_is_refused_where_mixing_cannot_be_cut(layout):
     message = rf"document_layout='{layout}' cuts.*set document_layout='whole'"
     with pytest.raises(ValueError, match=message):

@@ -147,7 +147,7 @@ def compare_with_stock(
         dispatcher.close()
 
 
-JOINT = {"document_layout": "joint", "balance_tolerance": 0.01}
+CUT = {"document_layout": "auto", "balance_tolerance": 0.01}
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
@@ -155,7 +155,7 @@ JOINT = {"document_layout": "joint", "balance_tolerance": 0.01}
 def test_outputs_and_gradients_are_those_of_each_padded_batch(
     rank_pools: dict[int, RankPool], ranks: int, lengths: str
 ) -> None:
-    rank_pools[ranks].run(compare_with_stock, "llama", LENGTHS[lengths][:ranks], "both", JOINT)
+    rank_pools[ranks].run(compare_with_stock, "llama", LENGTHS[lengths][:ranks], "both", CUT)
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -177,7 +177,7 @@ def classify(lengths_of_ranks: list[list[int]]) -> None:
     )
     stock = small_model("llama", "sdpa", AutoModelForSequenceClassification)
     model = small_model("llama", "distca", AutoModelForSequenceClassification)
-    dispatcher = pack_padded(model, DistCAConfig(tokens_per_rank=64, **JOINT), torch.device("cpu"))
+    dispatcher = pack_padded(model, DistCAConfig(tokens_per_rank=64, **CUT), torch.device("cpu"))
     try:
         with torch.no_grad():
             torch.testing.assert_close(
@@ -539,10 +539,10 @@ def test_equal_beginnings_are_computed_once(rank_pools, name, ranks, subtests):
     for block, settings, options in (
         (5, {}, {"checkpointing": True}),
         (4, {"document_layout": "fixed", "balance_tolerance": 0.01}, {"checkpointing": True}),
-        (5, {**JOINT, "ping_pong": True}, {}),
-        (4, {**JOINT, "ping_pong": False, **IN_STAGES}, {"checkpointing": True}),
-        (3, {**JOINT, **IN_STAGES, **(ON_TWO_NODES if ranks == 3 else {})}, {}),
-        (4, JOINT, {"lora": name in WITH_LORA}),
+        (5, {**CUT, "ping_pong": True}, {}),
+        (4, {**CUT, "ping_pong": False, **IN_STAGES}, {"checkpointing": True}),
+        (3, {**CUT, **IN_STAGES, **(ON_TWO_NODES if ranks == 3 else {})}, {}),
+        (4, CUT, {"lora": name in WITH_LORA}),
     ):
         with subtests.test(f"blocks of {block}", **settings, **options):
             results = rank_pools[ranks].run(

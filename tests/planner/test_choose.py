@@ -6,6 +6,7 @@ from itertools import islice
 
 import numpy as np
 import pytest
+from hf_distca.predict.setup import Setup
 
 from hf_distca.plan import AttentionKind
 from hf_distca.plan.cost import RowBytes
@@ -26,7 +27,6 @@ from hf_distca.planner.settings import UNBALANCED, PlanSettings
 from hf_distca.predict.counts import count_plan
 from hf_distca.predict.profile import DeviceProfile
 from hf_distca.predict.seconds import KernelCost, KindCosts, LinkCost, Links, StepCosts
-from hf_distca.predict.setup import Setup
 from hf_distca.predict.shapes import LLAMA_8B
 from hf_distca.predict.walk import Walked
 from hf_distca.sim.lengths import corpora, lognormal, micro_batches

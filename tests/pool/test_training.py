@@ -64,7 +64,7 @@ DEFAULTS = {
     "model_type": "llama",
     "ranks": 2,
     "ping_pong": False,
-    "document_layout": "joint",
+    "document_layout": "auto",
     "ranks_serve": True,
     "shares": False,  # documents begin alike and share rows
     "learns": 0,  # speeds are learned for so many steps

@@ -52,9 +52,7 @@ def test_losses_are_those_of_trl(
     model = tiny_model(name, "eager")
     try:
         settings = DistCAConfig(tokens_per_rank=64)
-        describe_run(
-            tiny_model(name, "distca"), settings, ranks=2, device=torch.device("cpu")
-        )
+        describe_run(tiny_model(name, "distca"), settings, ranks=2, device=torch.device("cpu"))
     except RefusedError as refusal:
         pytest.skip(str(refusal))
     model.save_pretrained(tmp_path / "checkpoint")

@@ -316,7 +316,7 @@ FEATURES: dict[str, Run] = {
     # Models
     "experts (Mixtral)": Run(model=model_of(model_type="mixtral", num_local_experts=4)),
     "a hybrid (Qwen3-Next) with documents that are cut": Run(
-        model=model_of(**HYBRID), planned={"document_layout": "joint"}
+        model=model_of(**HYBRID), planned={"document_layout": "fixed"}
     ),
     "tied embeddings and mlp_chunk_rows": Run(
         model=model_of(tie_word_embeddings=True), planned={"mlp_chunk_rows": 16}

@@ -17,13 +17,13 @@ TRAINED = """
 - Data: {}
 - Ranks: 2, under DDP
 - `tokens_per_rank`: 160, so that a micro-batch has up to 320 tokens
-- `document_layout`: joint
+- `document_layout`: fixed
 - Optimizer step: 1 micro-batch, up to 320 tokens
 """
 
 
 def _with_card(folder: str, tags: Any) -> None:
-    trainer = make_trainer(folder, document_layout="joint")
+    trainer = make_trainer(folder, document_layout="fixed")
     for _ in range(2):  # as at each checkpoint that is pushed
         trainer.create_model_card(model_name="mine", tags=tags)
 
@@ -46,7 +46,7 @@ def _with_card_of_trl(folder: str) -> None:
         "bf16": False,
         "report_to": [],
         "disable_tqdm": True,
-        "document_layout": "joint",
+        "document_layout": "fixed",
     }
     documents = datasets.Dataset.from_list([{"input_ids": [7, 6, 8]}])
     with launched("ddp", {}):

@@ -106,7 +106,7 @@ def test_words_of_choices(caplog):
             "attention_servers": 0,
         }
         given |= {
-            "document_layout": "joint",
+            "document_layout": "fixed",
             "balance_tolerance": 0.1,
             "ping_pong": True,
             **settings,
@@ -134,7 +134,7 @@ def test_words_of_choices(caplog):
     )
     assert "by the costs in h100: " in alone
     as_set = (
-        "plans follow document_layout='joint', balance_tolerance=0.1, ping_pong=True: the planner "
+        "plans follow document_layout='fixed', balance_tolerance=0.1, ping_pong=True: the planner "
         "does not compare "
     )
     assert (

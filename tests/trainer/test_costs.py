@@ -20,7 +20,7 @@ from hf_distca.predict.profile import DeviceProfile
 from hf_distca.predict.seconds import KernelCost, KindCosts, LinkCost, Links, MixingCosts, StepCosts
 from hf_distca.trainer import costs as costs_module
 from hf_distca.trainer.assembly import make_dispatcher
-from hf_distca.trainer.costs import PROFILE_FILE, LearnedCosts, costs_of, observe
+from hf_distca.trainer.costs import PROFILE_FILE, LearnedCosts, observe
 from tests.models_and_batches import SMALL_KIND, exchanging, small_model
 from tests.trainer.small_trainers import make_trainer
 
@@ -52,7 +52,6 @@ def test_what_may_be_chosen_and_by_which_costs():
     # Checkpoints keep core attention: its backward costs what it costs without them.
     assert planning(checkpointing=True).costs.kinds == allowed.costs.kinds
     # What is set is kept.
-    assert planning(document_layout="fixed").document_layout == "fixed"
     assert planning(balance_tolerance=0.2).tolerances == (0.2,)
     assert [planning(ping_pong=on).nano_batches for on in (False, True)] == [(1,), (2,)]
     with pytest.raises(ValueError, match="no device profile at 'h900'"):

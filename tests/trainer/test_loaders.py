@@ -77,7 +77,7 @@ def test_loaders_are_made_as_the_arguments_say(tmp_path):
 
 @pytest.mark.parametrize(
     ("layout", "micro_batches", "limit_name", "limit"),
-    [("whole", 2, "tokens_per_rank", 8), ("joint", 1, "ranks · tokens_per_rank", 16)],
+    [("whole", 2, "tokens_per_rank", 8), ("auto", 1, "ranks · tokens_per_rank", 16)],
     ids=["whole", "cut"],
 )
 def test_documents_that_stay_whole_fill_ranks_and_not_their_sum(

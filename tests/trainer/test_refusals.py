@@ -412,7 +412,7 @@ def order(source: str, ranks: int = 2, skip: int = 0, **changed: Any) -> dict[st
     """
     base = {"tokens_per_rank": 96, "gradient_accumulation_steps": 3, "seed": 1}
     args = settings(**{**base, **changed})
-    layout = "whole" if args.document_layout == "whole" else "joint"
+    layout = "whole" if args.document_layout == "whole" else "auto"
     return resuming.data_order(
         SimpleNamespace(
             args=args, train_dataset=STREAM if "stream" in source else range(len(LENGTHS))
@@ -546,7 +546,7 @@ def without(name: str, order: dict[str, Any]) -> dict[str, Any]:
 def test_checkpoints_of_an_earlier_version(data_place):
     data_place.save(without("document_layout", order("packed")))
     assert data_place.resume(order("packed")).epoch == 1
-    differences = "document_layout is whole on 2 ranks, but must be joint or fixed"
+    differences = "document_layout is whole on 2 ranks, but must be auto or fixed"
     with refused(Resume.OTHER_ORDER, differences=differences):
         data_place.resume(order("packed", **WHOLE))
     data_place.save(without("dataloader_num_workers", order("flattened stream")))

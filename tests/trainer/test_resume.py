@@ -276,12 +276,12 @@ def test_micro_batches_that_were_chosen_for_whole_ranks_stay(run, whole_run, tmp
         tmp_path,
         "packed",
         resume=f"{tmp_path}/checkpoint-1",
-        **{**WHOLE, "document_layout": "joint"},
+        **{**WHOLE, "document_layout": "fixed"},
     )
     assert together(resumed) == whole[1:]
     # Without the checkpoint the layout that is set draws full micro-batches.
     assert (
-        together(run(tmp_path / "full", "packed", **{**WHOLE, "document_layout": "joint"})) != whole
+        together(run(tmp_path / "full", "packed", **{**WHOLE, "document_layout": "fixed"})) != whole
     )
 
 

@@ -134,7 +134,7 @@ def _losses_beyond(folder: str, kind: str) -> list[float]:
     }
     planned = {
         "tokens_per_rank": 400 // dist.get_world_size(),
-        "document_layout": "joint",
+        "document_layout": "fixed",
         "ping_pong": False,
     }
     trainer = make_trainer(folder, model=model, lengths=[300, 100], **step, **planned)

@@ -46,7 +46,7 @@ from hf_distca.planner.micro_batch import plan_micro_batch, plan_placed
 ROWS = [[96, 32], [16] * 8]
 TOKENS = 128
 LAYERS = 4
-LAYOUTS = ("joint", "fixed")
+LAYOUTS = ("auto", "fixed")
 SIZES = {
     "hidden_size": 8,
     "intermediate_size": 8,
@@ -113,7 +113,7 @@ def prepare() -> Callable[[], Round]:
         dispatcher = Dispatcher(settings, device)
         dispatcher.kernel = NoKernel()
         for layout, make, lengths in (
-            ("joint", plan_micro_batch, documents),
+            ("auto", plan_micro_batch, documents),
             ("fixed", plan_placed, ROWS),
         ):
             plan = make(lengths, settings)

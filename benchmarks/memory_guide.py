@@ -78,7 +78,6 @@ def main() -> None:
                 ranks,
                 8192,
                 kinds=kinds,
-                document_layout="joint",
                 ping_pong=True,
                 kernel="torch_varlen",
             )

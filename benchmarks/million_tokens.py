@@ -148,7 +148,6 @@ def planned_step(lengths: list[int], folder: str) -> Step:
     arguments = DistCATrainingArguments(
         output_dir=folder,
         tokens_per_rank=tokens,
-        document_layout="joint",
         exchange_buffer_bytes=tokens * 16,
         mlp_chunk_rows=1024,
         offload_activations=True,

@@ -98,8 +98,8 @@ class Case:
 
 
 def several(tokens: int) -> Case:
-    """Documents of which each nano-batch has one too long for a rank's share, which the joint
-    layout cuts.
+    """Documents of which each nano-batch has one too long for a rank's share, which is
+    divided over both.
     """
     total = 2 * tokens
     variants = {

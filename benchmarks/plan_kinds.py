@@ -38,16 +38,16 @@ def in_groups(candidate: Candidate) -> bool:
     return len(candidate.placing.sizes) > 1
 
 
-def divides_evenly(candidate: Candidate) -> bool:
-    return candidate.division == "evenly" and max(candidate.placing.sizes) > 1
+def divides_over_all(candidate: Candidate) -> bool:
+    return candidate.division == "over all" and max(candidate.placing.sizes) > 1
 
 
-def divides_jointly(candidate: Candidate) -> bool:
-    return candidate.division == "jointly"
+def divides_over_few(candidate: Candidate) -> bool:
+    return candidate.division == "over few"
 
 
 def has_two_nano_batches(candidate: Candidate) -> bool:
-    return candidate.nano_batches == (2,)
+    return candidate.nano_batches == 2
 
 
 def has_coarse_tolerance(candidate: Candidate) -> bool:
@@ -60,8 +60,8 @@ def joins_some_nodes(candidate: Candidate) -> bool:
 
 PLAN_KINDS: Mapping[str, Callable[[Candidate], bool]] = {
     "groups of ranks": in_groups,
-    "even division": divides_evenly,
-    "joint layout": divides_jointly,
+    "division over all": divides_over_all,
+    "division over few": divides_over_few,
     "two nano-batches": has_two_nano_batches,
     "tolerance 0.1": has_coarse_tolerance,
     "groups of unequal size": joins_some_nodes,

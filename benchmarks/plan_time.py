@@ -1,7 +1,7 @@
 """Time of planning a micro-batch of six kinds of documents, by number of ranks.
 
 An 8B model, nodes of 8 H100, at most 32768 tokens on each rank; lengths are the same every time.
-Plans are those of the joint layout, or with --choices plans chosen by predicted seconds, as
+Plans are those of the settings, or with --choices plans chosen by predicted seconds, as
 training chooses them. What they achieve is for `planner.py` and `chosen.py` to say.
 
 Run: python benchmarks/plan_time.py [--rounds 12] [--ranks 8 64 256] [--choices]
@@ -47,7 +47,7 @@ def plans(ranks: int, choices: bool) -> dict[str, list[Callable[[], object]]]:
     for name, draw in KINDS.items():
         batches = islice(micro_batches(draw, ranks * TOKENS, seed=1), BATCHES)
         planning = [partial(plan_micro_batch, lengths.tolist(), settings) for lengths in batches]
-        found[f"{'chosen' if choices else 'joint'}, {ranks} ranks, {name}, ms"] = planning
+        found[f"{'chosen' if choices else 'as set'}, {ranks} ranks, {name}, ms"] = planning
     return found
 
 

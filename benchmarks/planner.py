@@ -15,7 +15,7 @@ fixed, head-tail  the reference places a "cp4" document that spans ranks head-ta
                   ranks holds as many rows as in order, half of them from the front and half from
                   the back. With this placement both have the very same input; in order, the first
                   rank must send its K/V rows to all later ones.
-joint             the planner is free to move documents to other ranks, with equal tokens on each.
+auto              the planner is free to move documents to other ranks, with equal tokens on each.
                   The reference is not: it plans for documents that lie where they lie.
 
 Ratios are ours / reference, over inputs where the reference moves anything. Bytes are those of one
@@ -46,7 +46,7 @@ from hf_distca.plan.nodes import node_sizes, nodes_of
 RANKS = (4, 8, 16, 32, 64)
 IN_NODES = 64
 RANKS_PER_NODE = 8
-KINDS = ("fixed", "fixed, head-tail", "joint")
+KINDS = ("fixed", "fixed, head-tail", "auto")
 TOLERANCES = (0.001, BALANCE_TOLERANCE)
 
 
@@ -176,7 +176,7 @@ def main() -> None:
     }
     print_figures("ours / reference", figures)
     nodes = {}
-    for kind in ("joint", "fixed"):
+    for kind in ("auto", "fixed"):
         for tolerance in TOLERANCES:
             pairs = {}
             for batch in batches:

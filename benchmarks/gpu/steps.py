@@ -40,7 +40,7 @@ TIMEOUT_S = 20
 class Variant:
     """Variant of a planned step; `reentrant` is the kind of checkpointing."""
 
-    layout: str = "joint"
+    layout: str = "auto"
     ping_pong: bool = True
     heads: tuple[int, int] = HEADS
     reentrant: bool | None = None
@@ -53,12 +53,12 @@ ON_ONE_RANK = {
     "reentrant": Variant(reentrant=True),
 }
 ON_TWO_RANKS = {
-    "joint": Variant("joint", ping_pong=False),
+    "auto": Variant("auto", ping_pong=False),
     "fixed": Variant("fixed", ping_pong=False),
-    "joint, ping-pong": Variant("joint"),
+    "auto, ping-pong": Variant("auto"),
     "fixed, ping-pong": Variant("fixed"),
     "fixed, 14 heads": Variant("fixed", heads=(14, 2)),
-    "joint, 9 heads": Variant("joint", heads=(9, 3)),
+    "auto, 9 heads": Variant("auto", heads=(9, 3)),
 }
 WINDOWS = {"sliding_window": 100, "layer_types": ["sliding_attention", "full_attention"]}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -94,7 +94,7 @@ def planned_result(
     if variant.reentrant is not None:
         enable_checkpointing(model, {"use_reentrant": variant.reentrant})
     documents = documents_of(lengths)
-    if variant.layout == "joint":
+    if variant.layout == "auto":
         plan = plan_micro_batch(lengths, dispatcher.settings)
     else:  # the long documents on one rank, the short ones on the other
         documents.sort(key=len, reverse=True)

@@ -120,7 +120,7 @@ def test_plans_that_know_of_nodes_beside_flat_ones(script, subtests):
     rows = [[512] if rank % 8 < 4 else [128] * 4 for rank in range(64)]
     batch = {"id": "alike-s0", "layout": "dp", "T": 512, "rows": rows}
     flat, aware = (
-        planner.planned(batch, "joint", 0.01, ranks_per_node, 1) for ranks_per_node in (None, 8)
+        planner.planned(batch, "auto", 0.01, ranks_per_node, 1) for ranks_per_node in (None, 8)
     )
     # Of each of the 32 long documents, K and V of rows 0 to 383 go to the rank that has the others:
     # with the nodes known to one of the same node, else from one half of the ranks to the other.

@@ -90,7 +90,7 @@ def test_figures(command, figures):
     assert planned["tasks_below_block"] == 4
     assert planned["nano_batches"] == 2
     assert planned["plan_ms"] > 0
-    # The joint layout places the documents of rows itself.
+    # The planner places the documents of rows itself.
     assert figures(*command([[4, 4, 4, 4], []], 2, 8))["tokens_max_over_mean"] == 1.0
     # Nodes have eight ranks by default.
     batch = ["plan", "--lengths", "one-long", "--ranks", "12", "--tokens-per-rank", "512"]
@@ -185,7 +185,7 @@ def test_bad_input_is_one_line_and_status_2(command, run, lengths, options, mess
     assert "expected" in error or len(error) < 300
 
 
-@pytest.mark.parametrize("layout", ["joint", "fixed"])
+@pytest.mark.parametrize("layout", ["auto", "fixed"])
 def test_the_plan_is_the_trainers(command, dumped, tmp_path, layout):
     model = small_model()
     corpus = [9000, 300, 4000, 1200, 70, 2500, 640, 3300, 128, 5000]
@@ -404,7 +404,7 @@ def test_mixing_of_a_hybrid_that_is_cut(command, run, figures, tmp_path, monkeyp
 def test_a_model_whose_documents_stay_whole(command, run, tmp_path):
     tiny_config("jamba").save_pretrained(tmp_path)
     model = ["--model", str(tmp_path)]
-    status, _, error = run(*command([60, 30], 2, 96, *model, "--document-layout", "joint"))
+    status, _, error = run(*command([60, 30], 2, 96, *model, "--document-layout", "fixed"))
     assert status == 2
     assert "set document_layout='whole'" in error
     assert "document 0 has 97 tokens" in run(*command([97, 30], 2, 96, *model))[2]

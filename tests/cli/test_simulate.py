@@ -41,9 +41,7 @@ def test_every_strategy_trains_the_same_tokens(figures, small, subtests):
     simulation = figures(*SETTING, "--lengths", "prolong", "--servers", "2", "--model", small)
     cp = [f"context parallel, {shape}" for shape in ("4 × 2", "2 × 4", "1 × 8")]
     ulysses = [f"Ulysses, {shape}" for shape in ("4 × 2", "2 × 4")]  # of four heads
-    planned = [
-        f"hf_distca, {layout}" for layout in ("fixed", "joint", "chosen", "joint, 2 servers")
-    ]
+    planned = [f"hf_distca, {layout}" for layout in ("fixed", "chosen", "2 servers")]
     assert list(by_name(simulation)) == [
         *("plain packing", "whole documents balanced"),
         *(*ulysses, *cp, *planned),
@@ -74,7 +72,7 @@ def test_long_documents_beside_short_ones_pay_and_equal_ones_do_not(
     printed = run(
         *SETTING, "--lengths", str(lengths), "--no-checkpointing", "--report", str(report)
     )[1]
-    assert "hf_distca, joint" in printed
+    assert "hf_distca, chosen" in printed
     assert "No gain expected: " in printed
     assert "\nplain packing * " in printed
     assert "\n* transformers, accelerate or TRL run it on packed documents.\n" in printed
@@ -98,12 +96,12 @@ def test_memory_is_that_of_a_counted_plan(figures, tmp_path, small):
     (tmp_path / "lengths.json").write_text(json.dumps([512] * 64))
     options = [*SETTING[1:5], "--lengths", str(tmp_path / "lengths.json"), "--model", small]
     strategies = by_name(figures("simulate", *options, "--batches", "1"))
-    counted = figures("plan", *options, "--document-layout", "joint")["memory"]["fsdp2"]
-    joint = strategies["hf_distca, joint"]
-    assert joint["state_bytes"] + joint["rows_bytes"] == counted["with_checkpointing"]["total"]
+    counted = figures("plan", *options, "--document-layout", "fixed")["memory"]["fsdp2"]
+    fixed = strategies["hf_distca, fixed"]
+    assert fixed["state_bytes"] + fixed["rows_bytes"] == counted["with_checkpointing"]["total"]
     # Rows that are not exchanged need no buffers, but are computed all at once, not one nano-batch
     # after another.
-    assert 0.8 < strategies["plain packing"]["rows_bytes"] / joint["rows_bytes"] < 1.2
+    assert 0.8 < strategies["plain packing"]["rows_bytes"] / fixed["rows_bytes"] < 1.2
 
 
 def test_the_chosen_plan_is_never_slower_than_other_strategies(figures, without_memory, subtests):
@@ -119,7 +117,7 @@ def test_the_chosen_plan_is_never_slower_than_other_strategies(figures, without_
         ]
         with subtests.test(network):
             assert strategies["hf_distca, chosen"]["step_seconds"] <= 1.01 * min(seconds)
-    assert slow["hf_distca, joint"]["step_seconds"] > 2 * slow["hf_distca, chosen"]["step_seconds"]
+    assert slow["hf_distca, fixed"]["step_seconds"] > 2 * slow["hf_distca, chosen"]["step_seconds"]
 
 
 @pytest.mark.parametrize(
@@ -201,20 +199,20 @@ def test_a_hybrid(figures, run, tmp_path, without_memory):
     options = (*SETTING, "--lengths", "prolong", "--model", str(tmp_path), "--batches", "1")
     strategies = by_name(figures(*options))
     whole = strategies["whole documents balanced"]
-    joint = strategies["hf_distca, joint"]
+    fixed = strategies["hf_distca, fixed"]
     assert 0 < whole["mixing_seconds"] < whole["other_seconds"]
     assert whole["mixing_runs"] == 1
     assert whole["mixing_bytes"] == 0
-    assert joint["mixing_seconds"] > 0
-    assert joint["mixing_runs"] > 1
-    assert joint["mixing_bytes"] >= 3 * 48 * 2 + 2 * 8 * 16 * 4
+    assert fixed["mixing_seconds"] > 0
+    assert fixed["mixing_runs"] > 1
+    assert fixed["mixing_bytes"] >= 3 * 48 * 2 + 2 * 8 * 16 * 4
     printed = run(*options)[1].splitlines()
     (head,) = (line for line in printed if "imbalance" in line)
     assert head.split()[:7] == ["step,", "s", "attention", "other", "waits", "idle", "mixing"]
     # The last columns do not fit into 100, and stand in a second block of lines.
-    cells, _ = (line.split() for line in printed if line.startswith("hf_distca, joint "))
-    assert cells[7] == f"{joint['mixing_mean_seconds']:.3f}"
-    assert 0 < joint["mixing_mean_seconds"] < joint["mixing_seconds"]
+    cells, _ = (line.split() for line in printed if line.startswith("hf_distca, fixed "))
+    assert cells[7] == f"{fixed['mixing_mean_seconds']:.3f}"
+    assert 0 < fixed["mixing_mean_seconds"] < fixed["mixing_seconds"]
     tiny_config("jamba").save_pretrained(tmp_path)
     assert "hf_distca, whole" in by_name(figures(*options, "--lengths", "lognormal:400,0.5"))
 

@@ -142,7 +142,7 @@ def test_exchanges_hide_behind_whole_documents():
 
 
 KIND = AttentionKind(None, 4, 2, 8, 8)
-SETTINGS = PlanSettings(2, 4096, (KIND,), document_layout="joint")
+SETTINGS = PlanSettings(2, 4096, (KIND,), document_layout="auto")
 
 
 def step_costs(**changed: float) -> StepCosts:

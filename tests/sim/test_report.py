@@ -109,7 +109,7 @@ def test_bars_and_table_of_strategies_have_the_seconds_of_the_same_rank_and_name
         assert float(figures["step, s"]) == pytest.approx(whole, abs=2.1e-3)
         assert drawn[name] == pytest.approx(whole) or section.count('class="break"')
 
-    for term in ("Ulysses, 8 × 2: ", "Context parallel, 8 × 2: ", "Fixed: ", "Joint: ", "Chosen: "):
+    for term in ("Ulysses, 8 × 2: ", "Context parallel, 8 × 2: ", "Fixed: ", "Chosen: "):
         assert section.count(term) == 1
         assert section.index(term) < section.index("<svg")
     for term in ("MFU, model FLOPs utilization: ", "imbalance: core attention of the busiest rank"):

@@ -156,7 +156,7 @@ def test_strategies_that_transformers_run():
     ]
 
 
-@pytest.mark.parametrize("layout", ["joint", "fixed"])
+@pytest.mark.parametrize("layout", ["auto", "fixed"])
 def test_planned_attention_on_free_links_takes_the_mean_and_servers_their_share(layout):
     lengths, setup = (
         np.array([1500, 200, 120, 90, 70, 60]),
@@ -208,7 +208,7 @@ def test_documents_beyond_all_ranks_are_cut_and_counted_for_every_strategy_and_n
     assert simulation.tokens == 16 + 10 + 2
     cut = {name: figures.documents_cut for name, figures in strategies.items()}
     assert (
-        cut["hf_distca, joint"]
+        cut["hf_distca, fixed"]
         == cut["hf_distca, chosen"]
         == cut["context parallel, 1 × 2"]
         == 1 / 3
@@ -230,7 +230,7 @@ def test_gpus_of_servers_and_tensor_parallelism():
     without_servers = [figures for figures in simulation.strategies if not figures.servers]
     assert {figures.gpus for figures in without_servers} == {2 * 2}
     assert simulation.best_in_transformers == "plain packing"  # nothing else, beside such GPUs
-    assert strategies["hf_distca, joint, 1 server"].gpus == (2 + 1) * 2
+    assert strategies["hf_distca, 1 server"].gpus == (2 + 1) * 2
 
 
 def test_memory_is_asked_for_the_plan_whose_busiest_rank_exchanges_the_most():
@@ -245,7 +245,7 @@ def test_memory_is_asked_for_the_plan_whose_busiest_rank_exchanges_the_most():
 
     _, by_name = figures_of([[2, 2], [16], [4, 4, 4, 4]], memory=memory)
     assert {name: requests[name] for name in requests if name.startswith("hf_distca")} == {
-        f"hf_distca, {layout}": (8, [[16]]) for layout in ("fixed", "joint", "chosen")
+        f"hf_distca, {layout}": (8, [[16]]) for layout in ("fixed", "chosen")
     }
     assert requests["plain packing"] == (8, None)
     counted = {(figures.rows_bytes, figures.state_bytes) for figures in by_name.values()}
@@ -291,19 +291,19 @@ def strategy(name: str, **figures) -> StrategyFigures:
 PACKING = strategy("plain packing", step_seconds=1.5, documents_cut=0.3, in_transformers=True)
 ULYSSES = strategy("Ulysses", step_seconds=2.2, in_transformers=True)
 WHOLE = strategy("whole", step_seconds=2.0, attention_seconds=1.2)
-JOINT = strategy(
-    "joint",
+CHOSEN = strategy(
+    "chosen",
     step_seconds=1.0,
     attention_mean_seconds=0.3,
-    document_layout="joint",
+    document_layout="auto",
     exchange_seconds=0.05,
 )
-COMPARED = Compared(PACKING, ULYSSES, WHOLE, JOINT)
+COMPARED = Compared(PACKING, ULYSSES, WHOLE, CHOSEN)
 OVER_PACKING = (
     "{}× the speed of plain packing, TRL's packing=True. It cuts 30.0% of the documents, and a "
     "document that is cut trains on less context."
 )
-SET = "Set document_layout='joint', tokens_per_rank=512."
+SET = "Set document_layout='auto', tokens_per_rank=512."
 
 
 def test_advice_names_the_best_other_strategy_the_best_that_transformers_run_and_packing():
@@ -344,7 +344,7 @@ def test_no_gain_is_expected_only_if_no_strategy_is_slower(packing, ulysses, who
     others = (PACKING, ULYSSES, WHOLE)
     compared = Compared(
         *(replace(other, step_seconds=taken) for other, taken in zip(others, seconds, strict=True)),
-        JOINT,
+        CHOSEN,
     )
     assert compared.pays is pays
     first, _, over_packing = advice(compared, 512)
@@ -358,7 +358,7 @@ def test_no_gain_is_expected_only_if_no_strategy_is_slower(packing, ulysses, who
 
 
 def test_advice_on_waits_and_on_cut_documents():
-    waits = replace(JOINT, exchange_seconds=0.06)
+    waits = replace(CHOSEN, exchange_seconds=0.06)
     *_, on_waits, on_tolerance = advice(replace(COMPARED, planned=waits), 512)
     assert on_waits == (
         "Ranks wait 6% of a step for exchanges. A larger tokens_per_rank hides more of them behind "

@@ -14,16 +14,15 @@ from itertools import islice
 
 import numpy as np
 from harness import options_parser, print_json, print_rows
+from harness.simulated import simulated_run
 from numpy.typing import NDArray
 
-from hf_distca.planner.settings import PlanSettings
 from hf_distca.predict.profile import DeviceProfile
 from hf_distca.predict.seconds import LinkCost
-from hf_distca.predict.setup import Setup
 from hf_distca.predict.shapes import LLAMA_8B
+from hf_distca.run import RunSpec
 from hf_distca.sim.lengths import Draw, cut_at, lognormal, micro_batches
 from hf_distca.sim.strategies import all_strategies, planned
-from hf_distca.units import AUTO
 
 IntArray = NDArray[np.int64]
 H100 = DeviceProfile.load("h100")
@@ -52,33 +51,29 @@ def profile_with(network: float) -> DeviceProfile:
     )
 
 
-def setup_of(ranks_per_node: int, network: float) -> tuple[Setup, PlanSettings]:
-    setup = Setup(LLAMA_8B, profile_with(network), RANKS, TOKENS, ranks_per_node)
-    settings = PlanSettings(
-        RANKS, TOKENS, tuple(LLAMA_8B.layers), ping_pong=AUTO, ranks_per_node=ranks_per_node
-    )
-    return setup, replace(settings, costs=setup.costs)
+def run_of(ranks_per_node: int, network: float) -> RunSpec:
+    return simulated_run(LLAMA_8B, RANKS, TOKENS, ranks_per_node, profile_with(network))
 
 
-def compared(lengths: IntArray, setup: Setup, settings: PlanSettings) -> float:
+def compared(lengths: IntArray, run: RunSpec) -> float:
     """Time of the best other strategy over the chosen plan's, inf where none fits."""
     others = []
-    for way in all_strategies(setup, replace(settings, costs=None), 0):
+    for way in all_strategies(run, servers=0):
         if way.document_layout is None:
             step, _ = way.step(lengths)
             if not step.documents_cut and step.tokens_most <= TOKENS:
                 others.append(step.seconds)
-    chosen, _ = planned(lengths, setup, settings)
+    chosen, _ = planned(lengths, run)
     return min(others, default=np.inf) / chosen.seconds
 
 
 def networks(count: int) -> Iterator[dict[str, float | str]]:
     for ranks_per_node in (1, 8):
         for network in NETWORKS:
-            setup, settings = setup_of(ranks_per_node, network)
+            run = run_of(ranks_per_node, network)
             for name, draw, first in grid_documents(RANKS * TOKENS):
                 batches = islice(micro_batches(draw, RANKS * TOKENS, 0, first), count)
-                ratios = np.array([compared(lengths, setup, settings) for lengths in batches])
+                ratios = np.array([compared(lengths, run) for lengths in batches])
                 fair = ratios[np.isfinite(ratios)] if np.isfinite(ratios).any() else ratios
                 figures = {"median": float(np.median(fair)), "worst": float(fair.min())}
                 yield {"GPUs a node": ranks_per_node, "GB/s": network, "documents": name, **figures}

@@ -19,32 +19,26 @@ from typing import Any
 import numpy as np
 import torch
 from harness import options_parser, print_json, print_rows
-from hf_distca.predict.setup import Setup
+from harness.simulated import simulated_run
 from transformers import Qwen3NextConfig
 
 from hf_distca.models.fake import model_of_config
 from hf_distca.models.shape import model_shape
-from hf_distca.planner.settings import PlanSettings
-from hf_distca.predict.profile import DeviceProfile
+from hf_distca.run import RunSpec
 from hf_distca.sim.lengths import IntArray, corpora, cut_at, micro_batches
 from hf_distca.sim.strategies import StepTime, planned, whole_documents
-from hf_distca.units import AUTO
 
 TOKENS_PER_RANK = 32768
 RANKS = (8, 64)
 LONGEST = (32768, 131072)
 
 
-def steps(
-    every: list[IntArray], setup: Setup, settings: PlanSettings, strategy: str
-) -> list[StepTime]:
+def steps(every: list[IntArray], run: RunSpec, strategy: str) -> list[StepTime]:
     if strategy == "whole":
-        return [whole_documents(lengths, setup) for lengths in every]
-    if strategy == "chosen":
-        settings = replace(settings, costs=setup.costs)
-    else:
-        settings = replace(settings, document_layout="fixed")
-    return [planned(lengths, setup, settings)[0] for lengths in every]
+        return [whole_documents(lengths, run) for lengths in every]
+    if strategy == "fixed":
+        run = replace(run, plans=replace(run.plans, document_layout="fixed", costs=None))
+    return [planned(lengths, run)[0] for lengths in every]
 
 
 def main() -> None:
@@ -52,22 +46,18 @@ def main() -> None:
         options_parser(__doc__, batches=(8, "micro-batches of each setting")).parse_args().batches
     )
     shape = model_shape(model_of_config(Qwen3NextConfig(), torch.bfloat16))
-    profile = DeviceProfile.load("h100")
     found: list[dict[str, Any]] = []
     for corpus in ("wlbllm", "prolong"):
         for longest in LONGEST:
             for ranks in RANKS:
-                setup = Setup(shape, profile, ranks, TOKENS_PER_RANK, 8)
-                settings = PlanSettings(
-                    ranks, TOKENS_PER_RANK, tuple(shape.layers), ping_pong=AUTO, ranks_per_node=8
-                )
+                run = simulated_run(shape, ranks, TOKENS_PER_RANK, 8)
                 drawn = micro_batches(
                     cut_at(corpora()[corpus], longest), ranks * TOKENS_PER_RANK, seed=0
                 )
                 every = list(islice(drawn, count))
                 whole = None
                 for strategy in ("whole", "fixed", "chosen"):
-                    taken = steps(every, setup, settings, strategy)
+                    taken = steps(every, run, strategy)
                     seconds = float(np.mean([step.seconds for step in taken]))
                     whole = whole or seconds
                     found.append(

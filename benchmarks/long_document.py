@@ -8,11 +8,15 @@ process held, above what it held before q, k, v and dO, beside the estimate of h
 Run: python benchmarks/long_document.py [--tokens 262144]
 """
 
+from dataclasses import replace
+
 import torch
 from harness import options_parser, print_json, run_ranks, table
 from harness.one_document import OneDocument, reference, take_one_document
 
-from hf_distca.memory.micro_batch import Use, count_core_attention
+from hf_distca.memory.micro_batch import count_core_attention
+from hf_distca.predict.shapes import LLAMA_8B
+from hf_distca.run import RunSpec
 
 RANKS = 4
 HEADS = 1
@@ -25,9 +29,10 @@ SAMPLES = 64
 def estimated(case: OneDocument) -> list[float]:
     """Return the MiB that each rank takes, counted from the plan alone."""
     plan = case.plan()
-    use = Use("cpu")
+    # Core attention alone is the same in every model.
+    run = RunSpec(replace(case.settings, kernel="cpu"), LLAMA_8B)
     return [
-        sum(count_core_attention(plan, case.kind, torch.float32, rank, use).values()) / 2**20
+        sum(count_core_attention(plan, case.kind, torch.float32, rank, run).values()) / 2**20
         for rank in range(case.ranks)
     ]
 

@@ -26,7 +26,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from hf_distca import DistCAConfig, make_dispatcher
 from hf_distca.dispatch.offload import ActivationOffload
-from hf_distca.memory.counter import MemoryCounter, Training
+from hf_distca.memory.counter import MemoryCounter
 from hf_distca.models.fake import model_of_config
 from hf_distca.models.settings import describe_run
 from hf_distca.planner.micro_batch import plan_micro_batch
@@ -154,16 +154,19 @@ def estimated(case: Case) -> list[Taken]:
     """Bytes that each rank takes, estimated from config and plan."""
     model = model_of_config(AutoConfig.for_model("llama", **case.sizes), torch.float32)
     config = DistCAConfig(tokens_per_rank=case.tokens)
-    settings = describe_run(model, config, ranks=case.ranks, device=CPU, dtype=case.dtype).plans
-    plan = plan_micro_batch(case.lengths, settings)
-    training = Training(
-        "ddp",
+    run = describe_run(
+        model,
+        config,
+        ranks=case.ranks,
+        device=CPU,
+        dtype=case.dtype,
         mixed=case.autocast,
         checkpointing={} if case.checkpointing else None,
         offload=case.offload,
     )
-    counter = MemoryCounter(model, settings, config, by_config=True)
-    counted = [counter.count(plan, training, rank) for rank in range(case.ranks)]
+    plan = plan_micro_batch(case.lengths, run.plans)
+    counter = MemoryCounter(model, by_config=True)
+    counted = [counter.count(plan, run, rank) for rank in range(case.ranks)]
     return [Taken(memory.total + memory.host, memory.host) for memory in counted]
 
 

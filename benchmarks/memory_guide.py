@@ -17,13 +17,12 @@ from harness import options_parser, print_json, table
 from transformers import LlamaConfig, Qwen3Config
 
 from hf_distca.config import DistCAConfig
-from hf_distca.memory import Strategy
-from hf_distca.memory.counter import MemoryCounter, Training
+from hf_distca.memory.counter import MemoryCounter
 from hf_distca.models.fake import model_of_config
-from hf_distca.models.kinds import layers_by_kind
 from hf_distca.models.refusals import check_model
+from hf_distca.models.shape import model_shape
 from hf_distca.patches.loss import LEAST_CHUNK_BYTES
-from hf_distca.planner.settings import PlanSettings
+from hf_distca.run import RunSpec, Strategy
 
 NAMES = (
     "vocab_size",
@@ -72,21 +71,21 @@ def main() -> None:
     for name, config in MODELS.items():
         model = model_of_config(config, torch.float32)
         check_model(model)
-        kinds = tuple(layers_by_kind(model))
+        shape = model_shape(model)
         for ranks in RANKS[name]:
-            settings = PlanSettings(
-                ranks,
-                8192,
-                kinds=kinds,
-                ping_pong=True,
-                kernel="torch_varlen",
-            )
             for label, case in CASES.items():
-                memory = MemoryCounter(model, settings, case.options, by_config=True)
-                training = Training(
-                    case.strategy, mixed=True, checkpointing={}, offload=case.offload
+                run = RunSpec.of(
+                    case.options,
+                    shape,
+                    ranks=ranks,
+                    planning={"kernel": "torch_varlen"},
+                    strategy=case.strategy,
+                    mixed=True,
+                    checkpointing={},
+                    offload=case.offload,
                 )
-                longest = {size: memory.longest((size - OWN) * GB, training) for size in MEMORY}
+                memory = MemoryCounter(model, by_config=True)
+                longest = {size: memory.longest((size - OWN) * GB, run) for size in MEMORY}
                 found.append({"model": name, "ranks": ranks, "strategy": label, "longest": longest})
     columns = ("model", "ranks", "strategy", *(f"{size} GB" for size in MEMORY))
     table(

@@ -33,7 +33,7 @@ import random
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -64,6 +64,7 @@ from harness.padded import (
     padded_batches,
     rollout_lengths,
 )
+from harness.simulated import simulated_run
 from torch import nn
 
 from hf_distca import Dispatcher, DistCAConfig, pack_padded
@@ -72,9 +73,7 @@ from hf_distca.dispatch.padded import PaddedBatch, read_sequences
 from hf_distca.planner.padding import plan_padded
 from hf_distca.planner.settings import PlanSettings
 from hf_distca.predict.profile import DeviceProfile
-from hf_distca.predict.setup import Setup
 from hf_distca.predict.shapes import ModelShape
-from hf_distca.units import AUTO
 
 CPU = torch.device("cpu")
 RANKS = 2
@@ -227,14 +226,9 @@ def host_times(dispatcher: Dispatcher, seed: int) -> Round:
 
 
 def settings_of_h200(ranks: int) -> PlanSettings:
-    """Settings of plans as training has them; on one rank there is nothing to choose."""
-    settings = PlanSettings(
-        ranks, TOKENS, tuple(QWEN3_600M.layers), ping_pong=AUTO, ranks_per_node=min(ranks, 8)
-    )
-    if ranks == 1:
-        return replace(settings, ping_pong=False)
-    costs = Setup(QWEN3_600M, DeviceProfile.load("h200"), ranks, TOKENS, min(ranks, 8)).costs
-    return replace(settings, costs=costs)
+    """Settings of plans as training has them."""
+    profile = DeviceProfile.load("h200")
+    return simulated_run(QWEN3_600M, ranks, TOKENS, min(ranks, 8), profile).plans
 
 
 def prepare(case: Case) -> Callable[[], Round]:

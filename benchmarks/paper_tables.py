@@ -11,10 +11,8 @@ are not simulated. The paper names ranges of speed-ups over all of its settings,
 from collections.abc import Iterator
 
 from harness import options_parser, print_json, print_rows
+from harness.simulated import simulated_run
 
-from hf_distca.planner.settings import PlanSettings
-from hf_distca.predict.profile import DeviceProfile
-from hf_distca.predict.setup import Setup
 from hf_distca.predict.shapes import LLAMA_8B, LLAMA_34B
 from hf_distca.sim.lengths import corpora, cut_at, micro_batches
 from hf_distca.sim.simulate import simulate
@@ -46,17 +44,14 @@ def main() -> None:
     count = (
         options_parser(__doc__, batches=(8, "micro-batches of each setting")).parse_args().batches
     )
-    profile = DeviceProfile.load("h100")
     found = []
     for model, corpus, longest, gpus in settings():
         ranks = gpus // TENSOR_PARALLEL
-        setup = Setup(MODELS[model], profile, ranks, TOKENS_PER_RANK, 1, TENSOR_PARALLEL)
-        kinds = tuple(map(setup.on_a_gpu, setup.model.layers))
-        plans = PlanSettings(ranks, TOKENS_PER_RANK, kinds=kinds, ping_pong=True)
+        run = simulated_run(MODELS[model], ranks, TOKENS_PER_RANK, tensor_parallel=TENSOR_PARALLEL)
         drawn = micro_batches(
             cut_at(corpora()[corpus], LONGEST[longest]), ranks * TOKENS_PER_RANK, seed=0
         )
-        result = simulate(drawn, setup, plans, count)
+        result = simulate(drawn, run, count)
         seconds = {strategy.name: strategy.step_seconds for strategy in result.strategies}
         # As in the paper: data and context parallelism, and no document loses context.
         baseline = min(

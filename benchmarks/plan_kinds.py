@@ -11,15 +11,14 @@ Run: PYTHONPATH=. python benchmarks/plan_kinds.py [--batches 4]
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
 from itertools import islice
 from math import inf
 from typing import Any
 
 import numpy as np
-from chosen import NETWORKS, RANKS, TOKENS, grid_documents, profile_with, setup_of
+from chosen import NETWORKS, RANKS, TOKENS, grid_documents, profile_with, run_of
 from harness import options_parser, print_json, print_rows
-from hf_distca.predict.setup import Setup
+from harness.simulated import simulated_run
 from numpy.typing import NDArray
 from typical_data import RANKS_PER_NODE, TOKENS_PER_RANK, data
 
@@ -27,7 +26,6 @@ from hf_distca.planner.choose import Candidate, every_candidate
 from hf_distca.planner.settings import COARSER_TOLERANCE, PlanSettings
 from hf_distca.predict.shapes import LLAMA_8B
 from hf_distca.sim.lengths import micro_batches
-from hf_distca.units import AUTO
 
 IntArray = NDArray[np.int64]
 Inputs = Iterator[tuple[IntArray, PlanSettings]]
@@ -71,21 +69,18 @@ PLAN_KINDS: Mapping[str, Callable[[Candidate], bool]] = {
 
 def typical_inputs(ranks: int, network: float, count: int) -> Inputs:
     """Yield micro-batches of the data sets, on GPUs with `network` GB/s between nodes."""
-    setup = Setup(LLAMA_8B, profile_with(network), ranks, TOKENS_PER_RANK, RANKS_PER_NODE)
-    settings = PlanSettings(
-        ranks, TOKENS_PER_RANK, tuple(LLAMA_8B.layers), ranks_per_node=RANKS_PER_NODE
-    )
-    settings = replace(settings, costs=setup.costs, ping_pong=AUTO)
+    profile = profile_with(network)
+    run = simulated_run(LLAMA_8B, ranks, TOKENS_PER_RANK, RANKS_PER_NODE, profile)
     for _, draw in data():
         for lengths in islice(micro_batches(draw, ranks * TOKENS_PER_RANK, seed=0), count):
-            yield lengths, settings
+            yield lengths, run.plans
 
 
 def grid_inputs(count: int) -> Inputs:
     """Yield micro-batches of all documents, networks and nodes of `chosen.py`."""
     for ranks_per_node in (1, RANKS_PER_NODE):
         for network in NETWORKS:
-            _, settings = setup_of(ranks_per_node, network)
+            settings = run_of(ranks_per_node, network).plans
             for _, draw, first in grid_documents(RANKS * TOKENS):
                 for lengths in islice(micro_batches(draw, RANKS * TOKENS, 0, first), count):
                     yield lengths, settings

@@ -16,14 +16,11 @@ from itertools import islice
 
 import numpy as np
 from harness import Round, report, rounds_parser, take_rounds
-from hf_distca.predict.setup import Setup
+from harness.simulated import simulated_run
 
-from hf_distca import PlanSettings
 from hf_distca.planner.micro_batch import plan_micro_batch
-from hf_distca.predict.profile import DeviceProfile
 from hf_distca.predict.shapes import LLAMA_8B
 from hf_distca.sim.lengths import corpora, cut_at, lognormal, micro_batches, of_documents
-from hf_distca.units import AUTO
 
 TOKENS, NODE, BATCHES = 32768, 8, 4
 """Tokens of a rank, ranks of a node, and micro-batches that are planned one after another."""
@@ -37,12 +34,9 @@ KINDS = {
 
 def plans(ranks: int, choices: bool) -> dict[str, list[Callable[[], object]]]:
     """Return what plans the micro-batches of each kind of documents, by the name of the figure."""
-    settings = PlanSettings(
-        ranks, TOKENS, tuple(LLAMA_8B.layers), ping_pong=AUTO, ranks_per_node=NODE
-    )
-    if choices:
-        costs = Setup(LLAMA_8B, DeviceProfile.load("h100"), ranks, TOKENS, NODE).costs
-        settings = replace(settings, costs=costs)
+    settings = simulated_run(LLAMA_8B, ranks, TOKENS, NODE).plans
+    if not choices:
+        settings = replace(settings, costs=None)
     found = {}
     for name, draw in KINDS.items():
         batches = islice(micro_batches(draw, ranks * TOKENS, seed=1), BATCHES)

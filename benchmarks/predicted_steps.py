@@ -23,6 +23,7 @@ import torch.distributed as dist
 from harness import Ranks, Round, keep_freed_memory, rounds_parser, spread, table, take_rounds
 from harness.figures import print_json
 from harness.models import settings_of
+from harness.simulated import simulated_run
 from step_time import CPU, MIXES, SIZES, Models, whole_rows
 
 from hf_distca import Dispatcher
@@ -36,9 +37,9 @@ from hf_distca.predict.device import measured_kernel
 from hf_distca.predict.links import measured_link
 from hf_distca.predict.profile import DeviceProfile
 from hf_distca.predict.seconds import KernelCost, LinkCost, Links
-from hf_distca.predict.setup import Setup
 from hf_distca.predict.shapes import ModelShape
 from hf_distca.predict.walk import predict_plan
+from hf_distca.run import RunSpec
 from hf_distca.sim.strategies import on_ranks
 
 RANKS = 2
@@ -70,11 +71,11 @@ class Calibration:
     token: float
     step: float
 
-    def setup(self, tokens: int) -> Setup:
+    def run(self, tokens: int) -> RunSpec:
         layers = SIZES["num_hidden_layers"]
         hidden = SIZES["hidden_size"]
         mlp = SIZES["intermediate_size"]
-        model = replace(ModelShape.llama(layers, hidden, mlp, 4, 4, 1024, 64))
+        model = ModelShape.llama(layers, hidden, mlp, 4, 4, 1024, 64)
         flops = 6.0 * (
             layers * (model.before_attention + model.after_attention) + model.head
         )  # forward and backward of a token
@@ -83,7 +84,7 @@ class Calibration:
             "this CPU", "measured in the same round", "float32", KIND, self.forward, self.backward,
             flops / self.token, np.inf, flops / self.token, links, links,
         )  # fmt: skip
-        return Setup(model, profile, RANKS, tokens, checkpointing=False)
+        return simulated_run(model, RANKS, tokens, profile=profile, checkpointing=None)
 
 
 class Steps:
@@ -110,7 +111,7 @@ class Steps:
 
     def choose_by(self, calibration: Calibration) -> None:
         """Choose the plans of the steps from now on by these costs, as training does."""
-        costs = calibration.setup(self.tokens).costs
+        costs = calibration.run(self.tokens).costs
         self.settings = replace(self.settings, costs=costs)
         self._plan()
 
@@ -150,9 +151,7 @@ class Steps:
         )
         others = [
             seconds
-            - on_ranks(
-                [[SHORT] * (tokens // SHORT)] * RANKS, free.setup(self.tokens)
-            ).attention.max()
+            - on_ranks([[SHORT] * (tokens // SHORT)] * RANKS, free.run(self.tokens)).attention.max()
             for tokens, seconds in zip(self._short, np.mean(short, axis=0).tolist(), strict=True)
         ]
         few, many = self._short
@@ -161,10 +160,10 @@ class Steps:
 
     def predict(self, mix: str, calibration: Calibration) -> dict[str, float]:
         lengths = self.lengths(mix)
-        setup = calibration.setup(self.tokens)
-        plain = on_ranks(whole_rows(lengths, RANKS), setup)
+        run = calibration.run(self.tokens)
+        plain = on_ranks(whole_rows(lengths, RANKS), run)
         balanced = predict_plan(
-            self.plans[mix], setup.costs, self.settings.node_of_ranks, self.settings.bytes_per_value
+            self.plans[mix], run.costs, self.settings.node_of_ranks, self.settings.bytes_per_value
         )
         return {
             "plain": plain.seconds + calibration.step,

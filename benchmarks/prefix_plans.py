@@ -11,11 +11,12 @@ Run: python benchmarks/prefix_plans.py [--rounds 5] [--ranks 64]
 
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
 from harness import Round, report, rounds_parser, take_rounds
+from harness.simulated import simulated_run
 
 from hf_distca import PlanSettings
 from hf_distca.plan.cost import RowBytes
@@ -23,11 +24,8 @@ from hf_distca.plan.routes import Routes, make_routes
 from hf_distca.planner.padding import plan_padded
 from hf_distca.planner.prefixes import hashes_of
 from hf_distca.planner.sequences import PlannedSequences
-from hf_distca.predict.profile import DeviceProfile
-from hf_distca.predict.setup import Setup
 from hf_distca.predict.shapes import LLAMA_8B
 from hf_distca.sim.trees import DrawnBatch, turns_of_ranks
-from hf_distca.units import AUTO
 
 TOKENS, NODE = 32768, 8
 """Tokens of a rank, and ranks of a node."""
@@ -138,11 +136,7 @@ def main() -> None:
     parser = rounds_parser(__doc__, rounds=5, ranks=(64, "how many"))
     options = parser.parse_args()
     ranks = options.ranks
-    costs = Setup(LLAMA_8B, DeviceProfile.load("h100"), ranks, TOKENS, NODE).costs
-    settings = PlanSettings(
-        ranks, TOKENS, tuple(LLAMA_8B.layers), ping_pong=AUTO, ranks_per_node=NODE
-    )
-    settings = replace(settings, costs=costs)
+    settings = simulated_run(LLAMA_8B, ranks, TOKENS, NODE).plans
     batches = dict(drawn(ranks))
     counts = {}
     for name, batch in batches.items():

@@ -8,22 +8,18 @@ Run: PYTHONPATH=. python benchmarks/step_picture.py [--batches 199]
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from harness import options_parser, print_json, spread
+from harness.simulated import simulated_run
 
-from hf_distca.planner.settings import PlanSettings
-from hf_distca.predict.profile import DeviceProfile
-from hf_distca.predict.setup import Setup
 from hf_distca.predict.shapes import LLAMA_8B
 from hf_distca.sim.drawing import Drawing
 from hf_distca.sim.lengths import corpora, micro_batches
 from hf_distca.sim.strategies import StepTime, plain, planned
-from hf_distca.units import AUTO
 
 RANKS, TOKENS_PER_RANK = 8, 32768
 PICTURE = Path(__file__).parents[1] / "docs" / "step.svg"
@@ -100,16 +96,12 @@ def main() -> None:
         .parse_args()
         .batches
     )
-    setup = Setup(LLAMA_8B, DeviceProfile.load("h100"), RANKS, TOKENS_PER_RANK, RANKS)
-    settings = PlanSettings(
-        RANKS, TOKENS_PER_RANK, tuple(LLAMA_8B.layers), ping_pong=AUTO, ranks_per_node=RANKS
-    )
-    settings = replace(settings, costs=setup.costs)
+    run = simulated_run(LLAMA_8B, RANKS, TOKENS_PER_RANK, RANKS)
     drawn = micro_batches(corpora()["prolong"], RANKS * TOKENS_PER_RANK, seed=0)
     pairs = []
     for lengths in islice(drawn, count):
-        packed = plain(lengths, setup)
-        balanced = planned(lengths, setup, settings)[0]
+        packed = plain(lengths, run)
+        balanced = planned(lengths, run)[0]
         pairs.append((packed.seconds / balanced.seconds, packed, balanced))
     gains = [gain for gain, _, _ in pairs]
     middle = float(np.median(gains))

@@ -15,11 +15,10 @@ import numpy as np
 import pyarrow as pa
 from datasets import Dataset, disable_progress_bars
 from harness import options_parser, print_json, print_rows
+from harness.simulated import simulated_run
 from trl import pack_dataset
 from typical_data import RANKS, RANKS_PER_NODE, TOKENS_PER_RANK, data
 
-from hf_distca.predict.profile import DeviceProfile
-from hf_distca.predict.setup import Setup
 from hf_distca.predict.shapes import LLAMA_8B
 from hf_distca.sim.lengths import IntArray, micro_batches
 from hf_distca.sim.strategies import on_ranks, plain
@@ -46,11 +45,9 @@ def main() -> None:
         rows = rows_of_trl(documents, TOKENS_PER_RANK)
         tokens = np.array(list(map(sum, rows)))
         for ranks in RANKS:
-            setup = Setup(
-                LLAMA_8B, DeviceProfile.load("h100"), ranks, TOKENS_PER_RANK, RANKS_PER_NODE
-            )
+            run = simulated_run(LLAMA_8B, ranks, TOKENS_PER_RANK, RANKS_PER_NODE)
             # 1. Rows of TRL, drawn at random.
-            seconds = np.array([on_ranks([row], setup).seconds for row in rows])
+            seconds = np.array([on_ranks([row], run).seconds for row in rows])
             random = np.random.default_rng(0)
             steps = [random.choice(len(rows), ranks, replace=False) for _ in range(count)]
             trl = sum(tokens[step].sum() for step in steps) / sum(
@@ -59,7 +56,7 @@ def main() -> None:
             # 2. Plain packing of the simulator.
             batches = list(islice(micro_batches(draw, ranks * TOKENS_PER_RANK, seed=0), count))
             packed = sum(int(lengths.sum()) for lengths in batches) / sum(
-                plain(lengths, setup).seconds for lengths in batches
+                plain(lengths, run).seconds for lengths in batches
             )
             found.append(
                 {

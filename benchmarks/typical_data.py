@@ -31,12 +31,11 @@ from typing import Any
 
 import numpy as np
 from harness import options_parser, print_json, print_rows, spread
+from harness.simulated import simulated_run
 from numpy.typing import NDArray
 
-from hf_distca.planner.settings import PlanSettings
-from hf_distca.predict.profile import DeviceProfile
-from hf_distca.predict.setup import Setup
 from hf_distca.predict.shapes import LLAMA_8B
+from hf_distca.run import RunSpec
 from hf_distca.sim.lengths import Draw, corpora, lognormal, micro_batches
 from hf_distca.sim.strategies import CHOSEN, PLAIN, StepTime, all_strategies, on_ranks, packed_rows
 
@@ -64,28 +63,24 @@ def simulated(draw: Draw, ranks: int, count: int) -> tuple[Steps, list[str]]:
     """What every strategy, and the busiest packed rank, take for the same micro-batches; and the
     names of the strategies that transformers, accelerate or TRL run.
     """
-    setup = Setup(LLAMA_8B, DeviceProfile.load("h100"), ranks, TOKENS_PER_RANK, RANKS_PER_NODE)
-    kinds = tuple(LLAMA_8B.layers)
-    settings = PlanSettings(
-        ranks, TOKENS_PER_RANK, kinds, ping_pong=True, ranks_per_node=RANKS_PER_NODE
-    )
+    run = simulated_run(LLAMA_8B, ranks, TOKENS_PER_RANK, RANKS_PER_NODE)
     ways = [
         way
-        for way in all_strategies(setup, settings, 0)
+        for way in all_strategies(run, servers=0)
         if way.document_layout is None or way.name == CHOSEN
     ]
     runs = [way.name for way in ways if way.in_transformers]
     batches = list(islice(micro_batches(draw, ranks * TOKENS_PER_RANK, seed=0), count))
-    busiest = {BUSIEST: [busiest_packed(lengths, setup) for lengths in batches]}
+    busiest = {BUSIEST: [busiest_packed(lengths, run) for lengths in batches]}
     return busiest | {way.name: [way.step(lengths)[0] for lengths in batches] for way in ways}, runs
 
 
-def busiest_packed(lengths: NDArray[np.int64], setup: Setup) -> StepTime:
+def busiest_packed(lengths: NDArray[np.int64], run: RunSpec) -> StepTime:
     """Return what the rank takes that plain packing gives the most to compute, as a step of this
     rank alone.
     """
-    rows, _ = packed_rows(lengths, setup)
-    return max((on_ranks([row], setup) for row in rows), key=lambda step: step.seconds)
+    rows, _ = packed_rows(lengths, run)
+    return max((on_ranks([row], run) for row in rows), key=lambda step: step.seconds)
 
 
 def mean(steps: Sequence[StepTime], of_step: Callable[[StepTime], float]) -> float:

@@ -12,7 +12,7 @@ head dim.
 
 import heapq
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -22,6 +22,7 @@ from torch import Tensor
 from benchmarks.gpu.findings import Findings
 from benchmarks.gpu.setting import Replay, Setting
 from benchmarks.harness import median_seconds
+from benchmarks.harness.simulated import simulated_run
 from benchmarks.planner_inputs import read_batches
 from hf_distca.dispatch.bound import BoundNanoBatch, BoundTasks
 from hf_distca.dispatch.rows import IndexBuffer
@@ -33,9 +34,7 @@ from hf_distca.planner.micro_batch import plan_micro_batch
 from hf_distca.planner.settings import PlanSettings
 from hf_distca.predict.device import measured_profile
 from hf_distca.predict.profile import DeviceProfile
-from hf_distca.predict.setup import Setup
 from hf_distca.predict.shapes import ModelShape
-from hf_distca.units import AUTO
 
 RANKS_PER_NODE = 8
 MOST_OFF = 0.15
@@ -152,17 +151,11 @@ def settings_of(setting: Setting, replay: Replay, profile: DeviceProfile) -> Pla
     )
     tokens = -(-replay.tokens_per_rank // scale)
     nodes = min(RANKS_PER_NODE, replay.ranks)
-    setup = Setup(model, profile, replay.ranks, tokens, nodes)
-    settings = PlanSettings(
-        replay.ranks,
-        tokens,
-        tuple(model.layers),
-        bytes_per_value=setting.dtype.itemsize,
-        balance_block_size=max(128 // scale, 1),
-        ping_pong=AUTO,
-        ranks_per_node=nodes,
-    )
-    return replace(settings, costs=setup.costs)
+    planning = {
+        "bytes_per_value": setting.dtype.itemsize,
+        "balance_block_size": max(128 // scale, 1),
+    }
+    return simulated_run(model, replay.ranks, tokens, nodes, profile, planning=planning).plans
 
 
 def replayed(

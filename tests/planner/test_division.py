@@ -62,8 +62,9 @@ def test_equal_documents_fill_ranks(length, count, of_each):
 def test_a_document_gets_more_ranks_where_few_have_too_little_room():
     # Their pairs ask for three ranks of four, for both documents: of 12 tokens on each rank the
     # first document leaves 5 on two ranks and 6 on one, and the second one needs 6 on three.
-    over_few = ranks_of(divided([20, 20, *[1] * 8], (1,) * 4))
-    assert over_few[:2] == [{0, 1, 2}, {0, 1, 2, 3}]
+    over_few = divided([20, 20, *[1] * 8], (1,) * 4)
+    assert ranks_of(over_few)[:2] == [{0, 1, 2}, {0, 1, 2, 3}]
+    assert [rank for document, *_, rank in over_few if document == 1] == [0, 1, 2, 3, 3, 2, 1, 0]
 
 
 @pytest.mark.parametrize(("tokens", "parts"), [(7, 4), (8, 8)])

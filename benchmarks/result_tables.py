@@ -440,7 +440,7 @@ def planner() -> Rows:
         "planning, ms",
         "reference, ms",
     )
-    for layout in ("fixed", "joint"):
+    for layout in ("fixed", "auto"):
         for tolerance in ("0.001", "0.01"):
             row = found[f"{layout}, at {tolerance}"]
             yield (
@@ -464,7 +464,7 @@ def planner_nodes() -> Rows:
         "largest",
         "planning, ms",
     )
-    for layout in ("fixed", "joint"):
+    for layout in ("fixed", "auto"):
         row = found[f"{layout}, at 0.001"]
         ratios = ("bytes_between_nodes_ratio", "link_seconds_ratio")
         cells = (

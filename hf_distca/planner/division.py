@@ -27,6 +27,9 @@ enough uncut."""
 WHOLE_SHARE = 0.7
 """Share of a rank's work from which a document is divided over few ranks, and the most work that it
 gives each of them. Documents that stay whole fill the rest."""
+FULL_SHARE = 1.05
+"""The same for a document that takes as many of a rank's rows as of its work, up to this factor. It
+leaves no rows that others would have to fill with little work."""
 
 
 def divide_nano_batches(
@@ -89,7 +92,7 @@ def _divide(
     units = _Units(room, node_sizes if has_nodes else (1,) * len(room))
     # 1. Divide long documents over several units. Every part needs a row.
     order = largest_first(work)
-    counts = units.counts(work, over_all=over_all)
+    counts = units.counts(lengths, work, over_all=over_all)
     is_long = (counts > 1) & (lengths >= 2 * len(room))
     tables = []
     for document in order[is_long[order]].tolist():
@@ -142,13 +145,17 @@ class _Units:
         self._unit_of_rank = np.repeat(np.arange(len(sizes)), sizes)
         self._work = np.zeros(len(sizes))  # [units] of each rank of a unit
 
-    def counts(self, work: FloatArray, *, over_all: bool) -> IntArray:
+    def counts(self, lengths: IntArray, work: FloatArray, *, over_all: bool) -> IntArray:
         """Return [documents] over how many units each document should be divided."""
         units = len(self._sizes)
-        work_of_unit = work.sum() / len(self.room) * self._sizes.max()
+        of_unit = self._sizes.max() / len(self.room)
+        units_by_work = work / (work.sum() * of_unit)
         if over_all:
-            return np.where(work > LONG_SHARE * work_of_unit, units, 1)
-        counts: IntArray = np.ceil(work / (WHOLE_SHARE * work_of_unit)).astype(np.int64)
+            return np.where(units_by_work > LONG_SHARE, units, 1)
+        units_by_rows = lengths / (lengths.sum() * of_unit)
+        fills_rows = FULL_SHARE * units_by_rows >= units_by_work
+        most = np.where(fills_rows, FULL_SHARE, WHOLE_SHARE)
+        counts: IntArray = np.ceil(units_by_work / most).astype(np.int64)
         return np.minimum(counts, units)
 
     def share(self, document: int, length: int, work: float, count: int) -> Table | None:

@@ -235,10 +235,10 @@ RANK_LENGTHS = st.lists(st.one_of(st.integers(1, 9), st.integers(1, 900)), max_s
 def problems(draw):
     """A layout, its workers, and the node of each worker; None where all links are alike."""
     rank_lengths = draw(st.lists(RANK_LENGTHS, min_size=1, max_size=5))
-    if draw(st.booleans()):
+    lengths = [length for document_lengths in rank_lengths for length in document_lengths]
+    if not lengths or draw(st.booleans()):
         layout = fixed_layout(rank_lengths, len(rank_lengths) * draw(st.integers(1, 3)))
     else:
-        lengths = [length for document_lengths in rank_lengths for length in document_lengths]
         tokens_per_rank = -(-sum(lengths) // len(rank_lengths)) + 1
         plan = plan_micro_batch(lengths, PlanSettings(len(rank_lengths), tokens_per_rank))
         layout = plan.nano_batches[0].layout

@@ -52,10 +52,19 @@ def test_long_documents_lie_on_all_ranks_or_on_as_few_as_they_need():
     assert over_few[:2] == [{0, 1, 2, 3, 4}, {0, 1, 5, 6, 7}]
 
 
+@pytest.mark.parametrize(("length", "count", "of_each"), [(16, 8, 1), (32, 4, 2), (8, 16, 1)])
+def test_equal_documents_fill_ranks(length, count, of_each):
+    assert [len(ranks) for ranks in ranks_of(divided([length] * count, (1,) * 8))] == [
+        of_each
+    ] * count
+
+
 def test_a_document_gets_more_ranks_where_few_have_too_little_room():
     # Their pairs ask for three ranks of four, for both documents: of 12 tokens on each rank the
-    # first document leaves 4 on three ranks, and the second one needs 8.
-    assert ranks_of(divided([24, 24], (1,) * 4)) == [{0, 1, 2}, {0, 1, 2, 3}]
+    # first document leaves 5 on two ranks and 6 on one, and the second one needs 6 on three.
+    over_few = divided([20, 20, *[1] * 8], (1,) * 4)
+    assert ranks_of(over_few)[:2] == [{0, 1, 2}, {0, 1, 2, 3}]
+    assert [rank for document, *_, rank in over_few if document == 1] == [0, 1, 2, 3, 3, 2, 1, 0]
 
 
 @pytest.mark.parametrize(("tokens", "parts"), [(7, 4), (8, 8)])

@@ -131,19 +131,6 @@ def test_the_summary_counts_both_nano_batches():
     assert plan.summary.exchange.bytes_bottleneck == worker_bytes.max()
 
 
-def test_what_is_mirrored_has_its_nodes_in_the_reverse_order():
-    # With a window of 1 rows cost the same wherever they are, so that the longer document of each
-    # nano-batch fits the node of three ranks. Were the nodes not turned round first, the second
-    # one's would lie on ranks of both nodes.
-    kind = AttentionKind(window=1)
-    settings = PlanSettings(
-        4, 128, (kind,), balance_block_size=16, ping_pong=True, ranks_per_node=(1, 3)
-    )
-    for nano in plan_micro_batch([192, 192, 64, 64], settings).nano_batches:
-        of_rank = [set(nano.layout.of_rank(rank)["document"].tolist()) for rank in range(4)]
-        assert of_rank[0].isdisjoint(of_rank[1] | of_rank[2] | of_rank[3])
-
-
 BLOCK, TOLERANCE = 4, 0.1
 
 

@@ -291,19 +291,19 @@ def strategy(name: str, **figures) -> StrategyFigures:
 PACKING = strategy("plain packing", step_seconds=1.5, documents_cut=0.3, in_transformers=True)
 ULYSSES = strategy("Ulysses", step_seconds=2.2, in_transformers=True)
 WHOLE = strategy("whole", step_seconds=2.0, attention_seconds=1.2)
-CHOSEN = strategy(
-    "chosen",
+FIXED = strategy(
+    "fixed",
     step_seconds=1.0,
     attention_mean_seconds=0.3,
-    document_layout="auto",
+    document_layout="fixed",
     exchange_seconds=0.05,
 )
-COMPARED = Compared(PACKING, ULYSSES, WHOLE, CHOSEN)
+COMPARED = Compared(PACKING, ULYSSES, WHOLE, FIXED)
 OVER_PACKING = (
     "{}× the speed of plain packing, TRL's packing=True. It cuts 30.0% of the documents, and a "
     "document that is cut trains on less context."
 )
-SET = "Set document_layout='auto', tokens_per_rank=512."
+SET = "Set document_layout='fixed', tokens_per_rank=512."
 
 
 def test_advice_names_the_best_other_strategy_the_best_that_transformers_run_and_packing():
@@ -344,7 +344,7 @@ def test_no_gain_is_expected_only_if_no_strategy_is_slower(packing, ulysses, who
     others = (PACKING, ULYSSES, WHOLE)
     compared = Compared(
         *(replace(other, step_seconds=taken) for other, taken in zip(others, seconds, strict=True)),
-        CHOSEN,
+        FIXED,
     )
     assert compared.pays is pays
     first, _, over_packing = advice(compared, 512)
@@ -358,7 +358,7 @@ def test_no_gain_is_expected_only_if_no_strategy_is_slower(packing, ulysses, who
 
 
 def test_advice_on_waits_and_on_cut_documents():
-    waits = replace(CHOSEN, exchange_seconds=0.06)
+    waits = replace(FIXED, exchange_seconds=0.06)
     *_, on_waits, on_tolerance = advice(replace(COMPARED, planned=waits), 512)
     assert on_waits == (
         "Ranks wait 6% of a step for exchanges. A larger tokens_per_rank hides more of them behind "

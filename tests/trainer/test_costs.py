@@ -31,10 +31,11 @@ def planning(ranks: int = 4, checkpointing: bool = False, **changes: Any) -> Any
     """Settings of plans with the profile of an H100."""
     config = hf_distca.DistCAConfig(**{"device_profile": "h100", **changes})
     model = small_model(implementation="distca")
-    settings = hf_distca.describe_run(model, config, ranks=ranks, device=CPU).plans
-    dispatcher: Any = SimpleNamespace(settings=settings)
-    costs = costs_of(model, dispatcher, config, checkpointing=checkpointing)
-    return replace(settings, costs=costs)
+    run = hf_distca.describe_run(
+        model, config, ranks=ranks, device=CPU, checkpointing={} if checkpointing else None
+    )
+    dispatcher: Any = SimpleNamespace(settings=run.plans)
+    return with_costs(run, dispatcher, config).plans
 
 
 def test_what_may_be_chosen_and_by_which_costs():

@@ -1,6 +1,5 @@
 """What is known of the Python that runs."""
 
-import multiprocessing
 import sys
 from collections.abc import Sequence
 
@@ -14,15 +13,3 @@ def fork_can_hang(version: Sequence[int] = sys.version_info[:3]) -> bool:
     Another thread held the lock at the fork.
     """
     return (3, 11, 0) <= tuple(version) < (3, 11, 10)
-
-
-def start_method(chosen: str | None = None) -> str:
-    """Return how processes of multiprocessing start.
-
-    Unlike multiprocessing's own function it leaves that open.
-    """
-    return (
-        chosen
-        or multiprocessing.get_start_method(allow_none=True)
-        or multiprocessing.get_all_start_methods()[0]
-    )

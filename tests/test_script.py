@@ -14,7 +14,7 @@ import hf_distca
 from hf_distca.dispatch.waits import OtherRankError
 from hf_distca.kernel_names import MissingPackageError
 from hf_distca.refusal import PackageError, Refusal, RefusedError
-from hf_distca.trainer.disks import disk_errors_named
+from hf_distca.trainer.resuming import full_disk_named
 from hf_distca.units import read_tokens
 
 REFUSAL = Refusal("x=1 is set", "it has no effect", "set x=0")
@@ -83,14 +83,14 @@ def test_rank_0_prints_one_line_and_others_print_nothing(
 
 def test_a_full_disk_is_one_line_of_the_rank_that_found_it(rank, capsys, tmp_path):
     def fill() -> None:
-        with disk_errors_named(tmp_path):
+        with full_disk_named(tmp_path):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with pytest.raises(SystemExit):
         hf_distca.record(fill)()
     _, line = capsys.readouterr()
-    why = f"disk full: {tmp_path} is incomplete (No space left on device)"
-    assert line == f"{why}; free disk space or set another output_dir\n"
+    remedy = "free disk space or set another output_dir"
+    assert line == f"disk full: {tmp_path} is incomplete; {remedy}\n"
 
 
 @pytest.mark.parametrize(("kind", "error"), [("crash", RuntimeError), ("bug", ValueError)])

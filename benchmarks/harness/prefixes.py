@@ -111,4 +111,6 @@ def rows_of(model: Any, batch: Batch) -> int:
     packed = model.base_model.batches.pack(
         lambda: PaddedBatch({"input_ids": batch.input_ids}, batch.attention_mask)
     )
-    return sum(bound.plan.document_tokens for _, bound in packed.micro_batches)
+    return sum(
+        bound.plan.document_tokens - bound.plan.shared_rows for _, bound in packed.micro_batches
+    )

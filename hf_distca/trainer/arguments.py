@@ -145,7 +145,10 @@ class DistCAArguments(DistCAPaddedArguments):
         "Number of processes on each rank that read and plan micro-batches. 0 starts none: the "
         "rank itself reads and plans the next micro-batches while its device computes. A "
         "datasets.IterableDataset is read by at most one process for each of its shards, and any "
-        "other stream by one.",
+        "other stream by one. Processes start as Python starts them, by fork before Python 3.14, "
+        "or as dataloader_multiprocessing_context says; with 'spawn' and 'forkserver' the script's "
+        'code must stand under `if __name__ == "__main__":`. A batch that does not come within '
+        "half of exchange_timeout ends the run.",
     )
     divided_streams: bool = setting(
         False,

@@ -41,6 +41,10 @@ class Continuation(TrainerCallback):
             except KeyboardInterrupt as error:
                 error.args = (self._sentence(),)
                 raise
+            except BaseException as error:
+                if checkpoint is not None:  # errors about a damaged file do not name it
+                    error.add_note(f"The training resumes from {checkpoint}.")
+                raise
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any

@@ -27,7 +27,6 @@ from hf_distca.predict.profile import DeviceProfile
 from hf_distca.predict.seconds import FloatArray, KernelCost, StepCosts
 from hf_distca.predict.setup import Setup
 from hf_distca.predict.walk import predict_plan
-from hf_distca.trainer.disks import disk_errors_named
 from hf_distca.units import AUTO
 
 logger = logging.getLogger(__name__)
@@ -131,9 +130,8 @@ def _measured_profile(
     result: DeviceProfile = groups.all_gather(replace(measured, source=source), in_world=True)[0]
     with groups.raised_together(in_world=True):
         if folder is not None and is_first:
-            with disk_errors_named(folder):
-                folder.mkdir(parents=True, exist_ok=True)
-                result.save(folder / PROFILE_FILE)
+            folder.mkdir(parents=True, exist_ok=True)
+            result.save(folder / PROFILE_FILE)
     return result
 
 

@@ -6,9 +6,10 @@ They read and plan one micro-batch ahead, while the device computes.
 import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 from itertools import islice
+from multiprocessing import get_start_method
 from typing import Any, cast
 
 import numpy as np
@@ -44,9 +45,10 @@ from hf_distca.collator.summary import documents_summary
 from hf_distca.dispatch.bound import BoundPlan
 from hf_distca.dispatch.dispatcher import Dispatcher
 from hf_distca.dispatch.groups import Groups
+from hf_distca.interpreter import FORK_HANGS, fork_can_hang
 from hf_distca.models.sharing import log_alone
 from hf_distca.plan import PLAN_KEY, MicroBatchPlan
-from hf_distca.trainer.processes import Reading, ReadingProcesses
+from hf_distca.trainer.arguments import DistCAPaddedArguments
 
 logger = logging.getLogger(__name__)
 
@@ -375,6 +377,8 @@ class PackedLoaders:
                     seed_worker, num_workers=args.dataloader_num_workers, rank=args.process_index
                 ),
             }
+        if options["num_workers"] > 0:
+            options["timeout"] = batch_timeout(args)
         loader: DataLoader[Any] = DataLoader(source, **options)
         # One process alone: accelerate must not divide what the loader reads for its rank.
         prepared: DataLoader[Any] = prepare_data_loader(
@@ -412,6 +416,28 @@ def check_beginnings(packer: StreamPacker, groups: Groups) -> None:
 def _listed_by_rank(descriptions: Iterable[Any]) -> str:
     """Return the text "rank 0: …; rank 1: …"."""
     return "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(descriptions))
+
+
+def warn_of_forks(args: DistCAPaddedArguments) -> None:
+    """Warn on the first process if processes that read data can hang at their start."""
+    method = args.dataloader_multiprocessing_context or get_start_method(allow_none=True)
+    forks = args.dataloader_num_workers > 0 and method in (None, "fork")
+    if forks and fork_can_hang() and args.process_index == 0:
+        logger.warning(
+            "dataloader_num_workers=%s starts processes by fork, but %s; or set "
+            "dataloader_multiprocessing_context='forkserver', or dataloader_num_workers=0, which "
+            "starts no process",
+            args.dataloader_num_workers,
+            FORK_HANGS,
+        )
+
+
+def batch_timeout(args: DistCAPaddedArguments) -> float:
+    """Return the seconds after which a loader gives up waiting for a batch of its processes.
+
+    It does so before other ranks give up waiting for this rank, so that all report its error.
+    """
+    return args.exchange_timeout / 2
 
 
 def is_stream(dataset: Any) -> bool:
@@ -467,10 +493,8 @@ class UpcomingBatches:
     when it is bound.
     """
 
-    def __init__(self, dispatcher: Dispatcher, processes: ReadingProcesses) -> None:
+    def __init__(self, dispatcher: Dispatcher) -> None:
         self._dispatcher = dispatcher
-        self._processes = processes
-        self._reading: Reading | None = None  # None without processes
         self._loader: Iterator[dict[str, Any]] | None = None
         self._loader_plans = False
         self._count = 0  # micro-batches of a step
@@ -521,8 +545,6 @@ class UpcomingBatches:
         self._ended = False
         self._failed = False
         self._error = None
-        self._end_reading()
-        self._reading = self._processes.begin()
 
     def bind(self, plan: MicroBatchPlan) -> BoundPlan:
         """Return a plan bound to this rank; a plan bound ahead is handed out once."""
@@ -566,8 +588,7 @@ class UpcomingBatches:
             return []
         batches: list[dict[str, Any]] = []
         try:
-            with nullcontext() if self._reading is None else self._reading.batch():
-                batches = list(islice(self._loader, 1))
+            batches = list(islice(self._loader, 1))
         except Exception as error:  # raised by `fetch`: the steps before need no batch of this one
             self._error = error
         self._failed = self._error is not None
@@ -579,12 +600,7 @@ class UpcomingBatches:
 
     def close(self) -> None:
         """Let an unfinished loader end, whose processes then stop."""
-        self._end_reading()
         self._loader = None
-
-    def _end_reading(self) -> None:
-        if self._reading is not None:
-            self._reading.end()
 
     def _raise(self) -> None:
         """Raise why a micro-batch could not be read. A collective if the loader does not plan."""

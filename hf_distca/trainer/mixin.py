@@ -100,14 +100,14 @@ class DistCAMixin(PlannedTraining):
         )
         # Iterator of the present pass over the training data.
         self._epoch_iterator: Iterator[Any] | None = None
-        self._upcoming = UpcomingBatches(dispatcher, self._processes)
+        self._upcoming = UpcomingBatches(dispatcher)
         # Packer of the training data if that is a stream.
         self._packer: StreamPacker | None = None
         # Loaders of the trainer's own evaluation data, by the id of the data set.
         self._evaluation_loaders: dict[int, DataLoader[Any]] = {}
         # Of the present evaluation: micro-batches to come, rows that were evaluated, and for each
         # micro-batch this rank's sum of losses and the targets of all ranks.
-        self._upcoming_evaluated = UpcomingBatches(dispatcher, self._processes)
+        self._upcoming_evaluated = UpcomingBatches(dispatcher)
         self._rows = EvaluatedRows()
         self._evaluated: list[tuple[float, float]] = []
 
@@ -122,9 +122,8 @@ class DistCAMixin(PlannedTraining):
             if is_stream(dataset):
                 arguments["dataset"] = EpochStream.around(dataset)
             with lengths_read_on_host(self, dataset):
-                loader = super()._get_dataloader(**arguments)
-            self._processes.watch(loader)
-            return loader
+                others: DataLoader[Any] = super()._get_dataloader(**arguments)
+            return others
         shuffle = is_training and self.args.train_sampling_strategy != "sequential"
         capacity, bins = resuming.capacity_and_bins(
             self._progress.start.order if is_training else {}
@@ -141,7 +140,6 @@ class DistCAMixin(PlannedTraining):
             self._packer = packer
         if is_training and packer is None:
             self._loaders.print_summary(dataset, capacity, bins)
-        self._processes.watch(loader)
         return loader
 
     def get_eval_dataloader(self, *args: Any, **kwargs: Any) -> Any:
@@ -195,7 +193,7 @@ class DistCAMixin(PlannedTraining):
         """Return a loader of the same batches that reads and plans one micro-batch ahead."""
         planned = self._packs and not isinstance(loader.dataset, StreamPacker)
         self._upcoming_evaluated.close()
-        self._upcoming_evaluated = UpcomingBatches(self.dispatcher, self._processes)
+        self._upcoming_evaluated = UpcomingBatches(self.dispatcher)
         groups = self.dispatcher.groups
         return EvaluationLoader(loader, self._upcoming_evaluated, groups, planned=planned)
 
@@ -295,7 +293,7 @@ class DistCAMixin(PlannedTraining):
 
     def _end_training(self) -> None:
         self._upcoming.close()
-        self._upcoming = UpcomingBatches(self.dispatcher, self._processes)
+        self._upcoming = UpcomingBatches(self.dispatcher)
         self._epoch_iterator = None
 
     def training_step(self, model: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
@@ -454,7 +452,7 @@ class DistCAMixin(PlannedTraining):
         """
         waits = self.dispatcher.groups.waits
         try:
-            with waits.watched("the start of a prediction"), self._processes.explained():
+            with waits.watched("the start of a prediction"):
                 return super().predict(*args, **kwargs)
         finally:
             self._upcoming_evaluated.close()

@@ -4,7 +4,6 @@ from collections.abc import Iterator
 from typing import Any
 
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
 
 from hf_distca.dispatch.padded import OneMicroBatch, PackedBatch, PaddedBatches
 from hf_distca.models.sharing import shares_prefixes, why_sequences_stay_alone
@@ -94,12 +93,6 @@ class DistCAPaddedMixin(PlannedTraining):
         """Note a padded batch that the model is about to train on."""
         self._log_choice(packed.micro_batches[0][1].plan)
         self.meter.count_padded(packed)
-
-    def _get_dataloader(self, *args: Any, **kwargs: Any) -> DataLoader[Any]:
-        """Return the trainer's loader, whose processes are watched."""
-        loader = super()._get_dataloader(*args, **kwargs)
-        self._processes.watch(loader)
-        return loader
 
     def get_batch_samples(
         self, epoch_iterator: Iterator[Any], num_batches: int, *args: Any, **kwargs: Any

@@ -22,15 +22,17 @@ from hf_distca.trainer import parallel, resuming
 from hf_distca.trainer.arguments import DistCAPaddedArguments
 from hf_distca.trainer.assembly import prepare_trainer
 from hf_distca.trainer.card import TAG, complete_card
-from hf_distca.trainer.checkpoints import agreed_checkpoint, warn_of_random_states
 from hf_distca.trainer.console import follow_log_level, log_choice, shorten_console
 from hf_distca.trainer.continuing import Continuation
-from hf_distca.trainer.disks import disk_errors_named
-from hf_distca.trainer.loaders import is_stream
+from hf_distca.trainer.loaders import batch_timeout, is_stream, warn_of_forks
 from hf_distca.trainer.metrics import PREFIX, Remedies, StepMeter
-from hf_distca.trainer.optimizers import check_optimizer
-from hf_distca.trainer.processes import ReadingProcesses
-from hf_distca.trainer.refusals import Run, arguments_by_name, check_arguments, check_objects
+from hf_distca.trainer.refusals import (
+    Run,
+    arguments_by_name,
+    check_arguments,
+    check_objects,
+    check_optimizer,
+)
 from hf_distca.trainer.tracing import StepTracer
 from hf_distca.units import counted
 
@@ -100,15 +102,18 @@ class PlannedTraining(_Trainer):
         shorten_console(self.callback_handler)
         self._has_logged_choice = False  # of the planner
         self._remedies = Remedies(args, ping_pong=dispatcher.settings.ping_pong)
-        self._processes = ReadingProcesses(
-            args.dataloader_num_workers,
-            args.process_index,
-            args.exchange_timeout,
-            args.dataloader_multiprocessing_context,
-        )
+        warn_of_forks(args)
         self._wrapped: nn.Module | None = None  # the wrapped model of the last training step
 
     # Training
+
+    def _get_dataloader(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the trainer's loader, which does not wait for ever for a batch."""
+        loader: Any = super()._get_dataloader(*args, **kwargs)
+        base = loader.base_dataloader
+        if base.num_workers > 0:
+            base.timeout = batch_timeout(self.args)
+        return loader
 
     def train(
         self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any
@@ -135,17 +140,10 @@ class PlannedTraining(_Trainer):
         parallel.forget_evaluation(self.model_wrapped, self.accelerator)
         groups = self.dispatcher.groups
         try:
-            with groups.waits.watched("the start of training"), self._processes.explained():
-                checkpoint = agreed_checkpoint(
-                    resume_from_checkpoint,
-                    self.args,
-                    self.accelerator,
-                    groups,
-                    has_place=self.packs_documents,
-                )
-                warn_of_random_states(checkpoint, self.args, groups)
-                self._prepare_training(checkpoint)
+            with groups.waits.watched("the start of training"):
+                checkpoint = resuming.agreed_checkpoint(resume_from_checkpoint, self)
                 with self._continuation.of(checkpoint, self.args):
+                    self._prepare_training(checkpoint)
                     return super().train(checkpoint, *args, **kwargs)
         finally:
             self._end_training()
@@ -248,8 +246,7 @@ class PlannedTraining(_Trainer):
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
         """Evaluate as `Trainer.evaluate` does; an error names the rank that failed."""
-        waits = self.dispatcher.groups.waits
-        with waits.watched("the start of an evaluation"), self._processes.explained():
+        with self.dispatcher.groups.waits.watched("the start of an evaluation"):
             return super().evaluate(*args, **kwargs)
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> EvalLoopOutput:
@@ -276,7 +273,7 @@ class PlannedTraining(_Trainer):
         output_dir = Path(self._get_output_dir(trial=trial))
         folder = output_dir / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
         self._at(f"the saving of {folder.name}")
-        with disk_errors_named(folder):
+        with resuming.full_disk_named(folder):
             if self.args.should_save:
                 self._save_place(folder)
             super()._save_checkpoint(model, trial, *args, **kwargs)
@@ -297,7 +294,7 @@ class PlannedTraining(_Trainer):
             if not is_of_checkpoint:
                 folder = Path(output_dir or str(self.args.output_dir))
                 contexts.enter_context(parallel.whole_weights(self.accelerator, self.deepspeed))
-                contexts.enter_context(disk_errors_named(folder))
+                contexts.enter_context(resuming.full_disk_named(folder))
             super().save_model(output_dir, _internal_call, **kwargs)
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
@@ -308,18 +305,17 @@ class PlannedTraining(_Trainer):
             tags = [tags]
         arguments["tags"] = [*tags, TAG]
         folder = Path(str(self.args.output_dir))
-        with disk_errors_named(folder):
-            super().create_model_card(**arguments)
-            if self.is_world_process_zero():
-                complete_card(
-                    folder / "README.md",
-                    self._training_data(),
-                    self.args,
-                    self.model,
-                    self.accelerator,
-                    self.dispatcher.groups.ranks,
-                    packs=self._packs,
-                )
+        super().create_model_card(**arguments)
+        if self.is_world_process_zero():
+            complete_card(
+                folder / "README.md",
+                self._training_data(),
+                self.args,
+                self.model,
+                self.accelerator,
+                self.dispatcher.groups.ranks,
+                packs=self._packs,
+            )
 
     def _training_data(self) -> str:
         """Return the training data in a few words; no collective."""

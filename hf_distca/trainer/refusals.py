@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from accelerate import DistributedType
 from accelerate.utils import DynamoBackend
 from torch import nn
 from transformers import (
@@ -719,11 +720,11 @@ class Run:
     )
     NEEDS_WHOLE_WEIGHTS = Refusal(
         "{optimizer} is the optimizer where a rank has shards of weights",
-        "its steps on shards of weights are not its steps on whole weights: {why}",
+        "its steps on shards of weights are not its steps on whole weights",
         "set another optimizer, such as optim='adamw_torch', or train under DDP",
         condition=(
-            "Adafactor, Muon, GaLore or another optimizer of whole weights under DeepSpeed or "
-            "FSDP2; small weights show what it does"
+            "Adafactor, GaLore, Shampoo or another optimizer of rows, columns, matrices or norms "
+            "of whole weights under DeepSpeed or FSDP2"
         ),
     )
     LOST_PLAN = Refusal(
@@ -803,81 +804,69 @@ class Run:
     )
 
 
-ANOTHER_CHECKPOINT = (
-    "take another checkpoint; resume_from_checkpoint=True takes the last one that is complete"
+WHOLE_WEIGHTS = frozenset(
+    (
+        *("adafactor", "came", "grokadamw", "lamb", "lars", "muon", "prodigy", "shampoo", "soap"),
+        *("stableadamw", "apollo_torch", "galore_torch", "lomo_optim"),
+    )
 )
-"""Remedy where a checkpoint is not complete."""
+"""Optimizers whose steps need whole weights: names of their classes, or of their packages.
+
+They step by rows, columns, matrices or norms of a weight, or in the backward pass.
+"""
+EXACT_BY_ROWS = frozenset(("galore_torch", "grokadamw", "muon"))
+"""Those of them that step alike on DTensors of rows, into which FSDP2 divides weights."""
+
+
+def check_optimizer(trainer: Any) -> None:
+    """Raise ValueError if a rank has shards of weights and the optimizer needs whole weights.
+
+    An optimizer that is not known is accepted.
+    """
+    accelerator = trainer.accelerator
+    has_rows = accelerator.is_fsdp2 or is_divided_at_load(trainer.model)
+    has_flat_shards = accelerator.distributed_type in (
+        DistributedType.DEEPSPEED,
+        DistributedType.FSDP,
+    )
+    kind = type(trainer.optimizer)
+    names = {base.__name__ for base in kind.__mro__}
+    names |= {base.__module__.partition(".")[0] for base in kind.__mro__}
+    optimizer = f"{kind.__module__}.{kind.__name__}"
+    if trainer.is_deepspeed_enabled:
+        named = accelerator.state.deepspeed_plugin.hf_ds_config.get_value("optimizer.type")
+        if named is not None and named.lower() != "muon":  # DeepSpeed's own, which knows shards
+            names.add(named)
+            optimizer = named
+    refused = WHOLE_WEIGHTS - EXACT_BY_ROWS if has_rows else WHOLE_WEIGHTS
+    if (has_rows or has_flat_shards) and not refused.isdisjoint(map(str.lower, names)):
+        raise Run.NEEDS_WHOLE_WEIGHTS.error(optimizer=optimizer)
 
 
 class Resume:
     """What is refused when training resumes."""
 
     NO_CHECKPOINT = Refusal(
-        "resume_from_checkpoint is set",
-        "there is no checkpoint in {folder}",
-        "set output_dir to the folder of the earlier run, or leave resume_from_checkpoint out",
-        condition="`resume_from_checkpoint=True` without a checkpoint",
-    )
-    NONE_COMPLETE = Refusal(
-        "resume_from_checkpoint=True is set",
-        "no checkpoint in {folder} can be resumed: {why}",
-        "or leave resume_from_checkpoint out to begin anew",
-        condition="`resume_from_checkpoint=True` without a complete checkpoint",
-    )
-    NO_FOLDER = Refusal(
-        "resume_from_checkpoint={folder!r} is set",
-        "there is no such folder",
-        "name the folder of a checkpoint such as {example!r}, or set resume_from_checkpoint=True "
-        "for the last complete one in output_dir",
-        condition="`resume_from_checkpoint` with a folder that does not exist",
-    )
-    NOT_A_CHECKPOINT = Refusal(
-        "resume_from_checkpoint={folder!r} is a folder of checkpoints",
-        "training resumes from one checkpoint",
-        "name one, such as {example!r}, or set resume_from_checkpoint=True for the last complete "
-        "one in output_dir",
-    )
-    UNREADABLE = Refusal(
-        "{file} cannot be read ({why})",
-        "training needs its state: training ended while it saved, or the file was changed or "
-        "copied in part",
-        ANOTHER_CHECKPOINT,
+        "resume_from_checkpoint={given} is set",
+        "ranks have no complete checkpoint in common, with the {file} that is written last (found: "
+        "{found})",
+        "name a complete checkpoint such as '{folder}/checkpoint-500', set output_dir to the "
+        "folder of the earlier run, or leave resume_from_checkpoint out",
         condition=(
-            "a damaged file in a checkpoint: `trainer_state.json`, `data_order.json`, weights, "
-            "states of optimizer, learning rate or random numbers"
+            "`resume_from_checkpoint` without a complete checkpoint, or without the same one on "
+            "every rank"
         ),
     )
-    INCOMPLETE = Refusal(
-        "the checkpoint {checkpoint} has no {file}",
-        "that file is written last: training ended while it saved, or the folder is no checkpoint",
-        ANOTHER_CHECKPOINT,
-        condition="an incomplete checkpoint",
-    )
-    NO_WEIGHTS = Refusal(
-        "the checkpoint {checkpoint} has no {file}",
-        "training goes on from the weights: files were removed or not copied, or another strategy "
-        "saved them",
-        ANOTHER_CHECKPOINT,
-        condition="a checkpoint without weights, or without one of several files of weights",
-    )
     NO_STATE = Refusal(
-        "the checkpoint {checkpoint} has no {files}, which holds {state}",
-        "training would start without that state: the checkpoint was saved with "
+        "the checkpoint {checkpoint} has no {files}",
+        "the optimizer and the learning rate would begin anew: the checkpoint was saved with "
         "save_only_model=True or under another strategy",
-        "load its weights with {load} and train without resume_from_checkpoint; or resume from a "
+        "load its weights as the model and train without resume_from_checkpoint; or resume from a "
         "checkpoint that was saved with save_only_model=False under the same strategy",
         condition=(
             "a checkpoint without the state of the optimizer or of the learning rate, or of "
-            "another strategy"
+            "DeepSpeed under another strategy"
         ),
-    )
-    OTHER_SHARDS = Refusal(
-        "DeepSpeed saved the optimizer state in {checkpoint} on {saved_by} ranks and {ranks} ranks "
-        "train now",
-        "each rank needs its own shard",
-        "train on {saved_by} ranks; or convert the checkpoint to a universal checkpoint, which any"
-        ' number of ranks can load, and set {{"checkpoint": {{"load_universal": true}}}} in'
-        " DeepSpeed's configuration",
     )
     NO_PLACE = Refusal(
         "the checkpoint {checkpoint} has no {file}",

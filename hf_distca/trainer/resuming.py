@@ -1,27 +1,45 @@
-"""Save and resume a training: the order of its documents and the place in it.
+"""Save and resume a training: its checkpoint, the order of its documents and the place in it.
 
-Trainer alone would skip a number of batches: the wrong documents if batches have changed, and none
-if the number of steps of a pass is unknown.
+Ranks that choose a checkpoint each for itself may resume from different ones. Trainer alone would
+skip a number of batches: the wrong documents if batches have changed, and none if the number of
+steps of a pass is unknown.
 """
 
+import errno
 import json
 import logging
 import math
+import os
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from hf_distca.collator.whole_ranks import draws_for_whole_ranks
 from hf_distca.dispatch.dispatcher import Dispatcher
 from hf_distca.dispatch.groups import Groups, first_difference
+from hf_distca.refusal import SentenceError
 from hf_distca.trainer.arguments import DistCAPaddedArguments
 from hf_distca.trainer.loaders import PackedLoaders, is_stream
 from hf_distca.trainer.refusals import Resume, Run
 
 logger = logging.getLogger(__name__)
 
+STATE_FILE = "trainer_state.json"
+"""File that Trainer writes last into a checkpoint."""
+OPTIMIZER_FILES = ("optimizer.pt", "optimizer.bin", "optimizer_0")
+"""Files and folders of which one holds the optimizer's state; the last two are of FSDP."""
+RANDOM_STATE = "rng_state{}.pth"
+"""File with the state of random numbers of a rank, or of a training on one rank."""
+FULL_DISK = re.compile(
+    "|".join((*map(os.strerror, (errno.ENOSPC, errno.EDQUOT)), "iostream error", "unexpected pos"))
+)
+"""What errors of a full disk say. The last two are torch's."""
 PLACE_FILE = "data_order.json"
 """File of a checkpoint with the place in the data."""
 CAPACITY = "ranks * tokens_per_rank"
@@ -57,9 +75,110 @@ DataOrder = dict[str, int | str]
 """Everything that decides which documents a step trains on, by the names of the user's settings."""
 
 
-def read_place(file: Path) -> "DataPlace":
-    """Return the place in the data that a checkpoint's file holds."""
-    return DataPlace(**json.loads(file.read_text(encoding="utf-8")))
+# The checkpoint
+
+
+def agreed_checkpoint(request: str | Path | bool | None, trainer: Any) -> str | None:
+    """Return the folder of the checkpoint that all ranks resume from; None to begin anew.
+
+    Raise ValueError on every rank if ranks have no complete checkpoint in common, or if Trainer
+    would begin its optimizer anew. A collective of the world.
+
+    Args:
+        request: a folder, True for the last complete checkpoint in the output folder, or a false
+            value to begin anew.
+    """
+    args = trainer.args
+    groups: Groups = trainer.dispatcher.groups
+    asked = str(request or "")
+    folders = [Path(asked)] if asked else []
+    if asked.lower() == "true":  # also as text on a command line
+        checkpoints = [path for path in Path(str(args.output_dir)).glob("*/") if _step(path) >= 0]
+        folders = sorted(checkpoints, key=_step)
+    # Hosts may have disks of their own, with checkpoints of the same names.
+    complete = {path.name: path for path in folders if (path / STATE_FILE).is_file()}
+    asked_of_ranks, names_of_ranks = zip(
+        *groups.all_gather((asked, list(complete)), in_world=True), strict=True
+    )
+    if not any(asked_of_ranks):
+        return None
+    common = set.intersection(*map(set, names_of_ranks))
+    if not common:
+        found = dict.fromkeys(", ".join(names) or "none" for names in names_of_ranks)
+        raise Resume.NO_CHECKPOINT.error(
+            given=next(filter(None, asked_of_ranks)),
+            file=STATE_FILE,
+            found="; ".join(found),
+            folder=args.output_dir,
+        )
+    checkpoint = max((complete[name] for name in common), key=_step)
+    later = [path.name for path in folders if _step(path) > _step(checkpoint)]
+    if later and args.process_index == 0:
+        logger.warning(
+            "training resumes from %s, because later checkpoints are not complete on every rank: "
+            "%s",
+            checkpoint,
+            ", ".join(later),
+        )
+    with groups.raised_together(in_world=True):
+        if not trainer.is_deepspeed_enabled:  # DeepSpeed raises errors itself
+            _check_state(checkpoint)
+    _warn_of_random_states(checkpoint, args, groups)
+    return str(checkpoint)
+
+
+def _step(checkpoint: Path) -> int:
+    """Return the step of a checkpoint by the name of its folder; -1 for another name."""
+    name = re.fullmatch(rf"{PREFIX_CHECKPOINT_DIR}-(\d+)", checkpoint.name)
+    return -1 if name is None else int(name[1])
+
+
+def _check_state(checkpoint: Path) -> None:
+    """Raise ValueError if a checkpoint lacks state.
+
+    Trainer would then load neither the optimizer's nor the schedule's.
+    """
+    for names in (OPTIMIZER_FILES, ("scheduler.pt",)):
+        if not any((checkpoint / name).exists() for name in names):
+            raise Resume.NO_STATE.error(checkpoint=checkpoint, files=" or ".join(names))
+
+
+def _warn_of_random_states(checkpoint: Path, args: DistCAPaddedArguments, groups: Groups) -> None:
+    """Warn if a checkpoint lacks the random state of a rank. A collective of the world."""
+    name = RANDOM_STATE.format(f"_{args.process_index}" if args.world_size > 1 else "")
+    lacking = "" if (checkpoint / name).is_file() else name
+    missing = list(filter(None, groups.all_gather(lacking, in_world=True)))
+    if missing and args.process_index == 0:
+        logger.warning(
+            "the checkpoint %s has no %s, so these ranks draw other random numbers, as for "
+            "dropout, than without the interruption. Resume on the number of ranks that saved the "
+            "checkpoint, with all its files",
+            checkpoint,
+            ", ".join(missing),
+        )
+
+
+class FullDiskError(SentenceError, OSError):
+    """A disk has no room for the files of a folder."""
+
+    is_of_every_rank = False
+
+
+@contextmanager
+def full_disk_named(folder: Path) -> Iterator[None]:
+    """Name the folder and the remedy if the disk is full while files are written into it."""
+    try:
+        yield
+    except (Exception, CheckpointException) as error:  # the latter is no Exception
+        if FULL_DISK.search(str(error)) is None:
+            raise
+        # torch's error names positions in a file.
+        raise FullDiskError(
+            f"disk full: {folder} is incomplete; free disk space or set another output_dir"
+        ) from None
+
+
+# The data
 
 
 def check_agreement(args: DistCAPaddedArguments, dispatcher: Dispatcher) -> None:
@@ -259,7 +378,10 @@ def agreed_place(
 
 def _stored_place(checkpoint: Path, order: DataOrder, ranks: int) -> DataPlace:
     """Return a checkpoint's place; raise ValueError if documents would come in another order."""
-    place = read_place(checkpoint / PLACE_FILE)
+    file = checkpoint / PLACE_FILE
+    if not file.is_file():
+        raise Resume.NO_PLACE.error(checkpoint=checkpoint, file=PLACE_FILE)
+    place = DataPlace(**json.loads(file.read_text(encoding="utf-8")))
     stored = place.order
     if CAPACITY in stored:  # earlier versions stored only the layout "whole"
         stored = {LAYOUT: CUTTING, **stored}

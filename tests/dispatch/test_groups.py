@@ -22,7 +22,7 @@ from hf_distca.dispatch.groups import Groups, mesh_ranks, raised_together, ranks
 from hf_distca.dispatch.waits import OtherRankError, RankLost, Waits
 from hf_distca.planner.settings import PlanSettings
 from hf_distca.refusal import RefusedError
-from hf_distca.trainer.disks import DiskError
+from hf_distca.trainer.resuming import FullDiskError
 from tests.models_and_batches import dispatcher_of_all_ranks, small_kinds
 from tests.ranks import RankPool
 
@@ -422,7 +422,7 @@ def test_what_failed_before_is_forgotten_and_an_evaluation_belongs_to_its_traini
 
 
 def test_an_error_that_several_ranks_have_is_reported_by_the_first():
-    full = DiskError(28, "disk full: out is incomplete", "out")
+    full = FullDiskError("disk full: out is incomplete")
     waits, store = left_behind(full)
     for error in (raised(waits, full), raised(waits_of(2, 3, store), full)):
         assert type(error) is OtherRankError

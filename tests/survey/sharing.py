@@ -52,7 +52,7 @@ def sharing_of_sequences(name: str) -> tuple[Sharing, float]:
         return "refused", 0.0
     finally:
         dispatcher.close()
-    return "shared" if plans[0].shared_rows else "alone", _error(found, expected)
+    return "shared" if plans[0].sequences.shared_rows else "alone", _error(found, expected)
 
 
 def sharing_of_documents(name: str) -> tuple[Sharing, float]:

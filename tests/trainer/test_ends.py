@@ -6,7 +6,6 @@ import errno
 import logging
 import os
 import re
-import resource
 import shutil
 import signal
 import time
@@ -22,9 +21,8 @@ from transformers import TrainerCallback
 
 from hf_distca.dispatch import waits
 from hf_distca.dispatch.waits import Waits
-from hf_distca.trainer.disks import DiskError, disk_errors_named
 from hf_distca.trainer.refusals import Resume
-from hf_distca.trainer.resuming import PLACE_FILE
+from hf_distca.trainer.resuming import FullDiskError, full_disk_named
 from tests.ranks import own_processes
 from tests.refused import refused
 from tests.trainer.comparison import CHECKPOINTING, STRATEGIES, Run, launched
@@ -279,65 +277,42 @@ def test_an_evaluation_reports_the_failed_rank(tmp_path):
         trainer.evaluate()
 
 
-def test_a_full_disk_is_reported_with_the_folder(tmp_path):
+@pytest.mark.parametrize("file", ["optimizer.pt", "trainer_state.json"])
+def test_a_full_disk_is_reported_with_the_folder(tmp_path, file):
     def train(resume: bool = False) -> None:
         trainer = make_trainer(str(tmp_path), max_steps=1, save_strategy="steps", save_steps=1)
         trainer.train(resume_from_checkpoint=resume)
 
-    train()
     checkpoint = tmp_path / "checkpoint-1"
-    sizes = {path.name: path.stat().st_size for path in checkpoint.iterdir()}
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    for file in ("optimizer.pt", "model.safetensors"):  # the other one is smaller, or comes later
-        shutil.rmtree(checkpoint)
-        # No file of this process may have more bytes, as on a disk that is full.
-        resource.setrlimit(resource.RLIMIT_FSIZE, (sizes[file] - 1, before[1]))
-        try:
-            with pytest.raises(
-                DiskError, match=r"^disk error: .* is incomplete \(File too large\); free"
-            ) as caught:
-                train()
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, before)
-        assert caught.value.filename == str(checkpoint)
-        with refused(Resume.NONE_COMPLETE, folder=tmp_path):
-            train(resume=True)
-
-
-FULL = errno.ENOSPC, os.strerror(errno.ENOSPC)
-CAUSED_BY_A_DISK = {
-    "os": lambda folder: OSError(*FULL),
-    "os, of a file": lambda folder: OSError(*FULL, f"{folder}/{PLACE_FILE}"),
-    # Rust's writer removes its file when it fails: there is room again by then.
-    "Rust": lambda folder: RuntimeError("I/O error: No space left on device (os error 28)"),
-    "shards": lambda folder: CheckpointException(
-        "", {0: (ValueError("boom"), []), 1: (OSError(*FULL), [])}
-    ),
-}
-CAUSED_BY_NO_DISK = {
-    "other": lambda folder: RuntimeError("boom"),
-    "elsewhere": lambda folder: OSError(*FULL, "/elsewhere/file"),
-    "no file": lambda folder: FileNotFoundError(errno.ENOENT, "no file", f"{folder}/file"),
-    "shards": lambda folder: CheckpointException("", {0: (ValueError("boom"), [])}),
-}
-
-
-@pytest.mark.parametrize("make_error", CAUSED_BY_A_DISK.values(), ids=CAUSED_BY_A_DISK)
-def test_an_error_of_the_disk_names_the_folder(tmp_path, make_error):
-    sentence = f"^disk full: {tmp_path} is incomplete .No space left on device.; free disk space"
-    with (
-        pytest.raises(DiskError, match=sentence) as caught,
-        disk_errors_named(tmp_path.parent),
-        disk_errors_named(tmp_path),
-    ):
-        raise make_error(tmp_path)
+    checkpoint.mkdir()
+    (checkpoint / file).symlink_to("/dev/full")  # a device that is always full
+    sentence = f"^disk full: {checkpoint} is incomplete; free disk space or set another output_dir$"
+    with pytest.raises(FullDiskError, match=sentence) as caught:
+        train()
     assert caught.value.__suppress_context__
-    assert caught.value.__cause__ is None
+    with refused(Resume.NO_CHECKPOINT, found="none", folder=tmp_path):
+        train(resume=True)
 
 
-@pytest.mark.parametrize("make_error", CAUSED_BY_NO_DISK.values(), ids=CAUSED_BY_NO_DISK)
-def test_other_errors_stay(tmp_path, make_error):
-    error = make_error(tmp_path)
-    with pytest.raises(type(error)) as caught, disk_errors_named(tmp_path):
+FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        OSError(errno.EDQUOT, os.strerror(errno.EDQUOT)),
+        RuntimeError("Error while serializing: I/O error: No space left on device (os error 28)"),
+        CheckpointException("", {0: (ValueError("boom"), []), 1: (FULL, [])}),
+    ],
+    ids=["quota", "safetensors", "another rank"],
+)
+def test_errors_of_a_full_disk(error):
+    with pytest.raises(FullDiskError), full_disk_named(Path("checkpoint-1")):
+        raise error
+
+
+@pytest.mark.parametrize("error", [RuntimeError("boom"), OSError(errno.EIO, "Input/output error")])
+def test_other_errors_stay(error):
+    with pytest.raises(type(error)) as caught, full_disk_named(Path("checkpoint-1")):
         raise error
     assert caught.value is error

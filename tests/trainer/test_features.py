@@ -6,7 +6,6 @@ from dataclasses import fields
 from functools import cache
 from pathlib import Path
 from typing import Any
-from unittest.mock import MagicMock
 
 import peft
 import pytest
@@ -20,13 +19,10 @@ from hf_distca.models.decoder import base_model
 from hf_distca.models.fake import model_of_config
 from hf_distca.models.kinds import layers_by_kind
 from hf_distca.models.tensor_parallel import config_on_a_rank
-from hf_distca.trainer.checkpoints import agreed_checkpoint
 from hf_distca.trainer.memory import log_memory, sharing_of
-from hf_distca.trainer.refusals import Resume
 from tests.late_streams import LateStreams
 from tests.logged import Messages
 from tests.models_and_batches import random_documents, reference_step
-from tests.refused import refused
 from tests.trainer import preferences
 from tests.trainer.comparison import (
     AS_GPUS,
@@ -191,21 +187,6 @@ def test_a_resumed_training_is_the_same_to_the_last_bit(run, strategy):
         checkpoint = Path(whole["after"]).parent / f"checkpoint-{SAVED}"
         assert len(list((checkpoint / shards).iterdir())) >= 2
         assert not list(checkpoint.glob("*.safetensors"))
-
-
-def test_optimizer_shards_of_another_number_of_ranks(run):
-    checkpoint = str(
-        Path(run("zero2", "evaluated and saved")[0]["after"]).parent / f"checkpoint-{SAVED}"
-    )
-
-    def agreed(ranks: int, **config: Any) -> str | None:
-        accelerator = MagicMock(**{"state.deepspeed_plugin.deepspeed_config": config})
-        groups = MagicMock(ranks=ranks, all_gather=lambda value, **_: [value])
-        return agreed_checkpoint(checkpoint, MagicMock(), accelerator, groups, has_place=True)
-
-    assert agreed(2) == agreed(3, checkpoint={"load_universal": True}) == checkpoint
-    with refused(Resume.OTHER_SHARDS, checkpoint=checkpoint, saved_by=2, ranks=3):
-        agreed(3)
 
 
 def test_core_attention_is_kept_through_checkpoints_of_fsdp(run):

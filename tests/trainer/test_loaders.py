@@ -20,11 +20,11 @@ from transformers import TrainerCallback
 
 from hf_distca.batches.limits import NO_LIMITS
 from hf_distca.batches.packed import batch_document_lengths
-from hf_distca.collator import collation
 from hf_distca.collator.padding_free import CollatorWithLengths
 from hf_distca.collator.refusals import Data
 from hf_distca.dispatch import dispatcher
 from hf_distca.plan import PLAN_KEY
+from hf_distca.planner import sequences
 from hf_distca.planner.micro_batch import PlanSettings
 from hf_distca.trainer.loaders import (
     PackedLoaders,
@@ -32,7 +32,6 @@ from hf_distca.trainer.loaders import (
     is_stream,
     lengths_read_on_host,
 )
-from hf_distca.trainer.processes import ReadingProcesses
 from tests.models_and_batches import small_model
 from tests.refused import refused
 from tests.trainer.small_trainers import LENGTHS, make_trainer
@@ -59,12 +58,16 @@ def test_loaders_are_made_as_the_arguments_say(tmp_path):
     trainer.args.dataloader_pin_memory = True
     loader = trainer.get_train_dataloader()
     assert loader.num_workers == 1
+    assert loader.base_dataloader.timeout == trainer.args.exchange_timeout / 2
     assert loader.persistent_workers is True
     assert loader.prefetch_factor == 3
     assert loader.pin_memory is True
     assert loader._non_blocking is True
     assert loader.device == trainer.args.device
     # Also of evaluations, and by a custom collator.
+    trainer = make_trainer(str(tmp_path), "flattened", dataloader_num_workers=1)
+    loader = trainer.get_train_dataloader()
+    assert loader.base_dataloader.timeout == trainer.args.exchange_timeout / 2
     trainer = make_trainer(
         str(tmp_path), "flattened", lengths=[40, 30], per_device_eval_batch_size=2
     )
@@ -195,9 +198,6 @@ def test_lengths_are_read_by_the_collator_unless_rank_0_reads_for_all(dataset, b
 
 # Ahead
 
-ALONE = ReadingProcesses(0, rank=0, timeout_s=60)
-"""No process reads for this rank."""
-
 
 @pytest.mark.parametrize(
     ("remote", "count", "expected"),
@@ -210,7 +210,7 @@ def test_nothing_is_bound_ahead_of_another_loader_or_of_servers(remote, count, e
     binder: Any = SimpleNamespace(
         remote=remote, bind=lambda plan, to=bound: to.append(plan) or f"{plan} bound"
     )
-    upcoming = UpcomingBatches(binder, ALONE)
+    upcoming = UpcomingBatches(binder)
     upcoming.fetch(iter([{PLAN_KEY: "a"}, {PLAN_KEY: "b"}]), count, planned=True)
     assert upcoming.bind("a") == "a bound"
     upcoming.prepare_next()
@@ -247,7 +247,7 @@ def test_training_plans_and_binds_ahead(tmp_path, monkeypatch, source):
     bind = trainer.dispatcher.bind
     compute_loss = trainer.compute_loss
     collator = trainer.data_collator
-    for module, name in ((collation, "plan_micro_batch"), (dispatcher, "plan_placed")):
+    for module, name in ((sequences, "plan_micro_batch"), (dispatcher, "plan_placed")):
         plan = getattr(module, name)
         monkeypatch.setattr(
             module, name, lambda *a, plan=plan: (events.append("plan"), plan(*a))[1]
@@ -286,11 +286,11 @@ def test_training_plans_and_binds_ahead(tmp_path, monkeypatch, source):
 def test_an_evaluation_plans_and_binds_ahead(tmp_path, monkeypatch):
     trainer = make_trainer(str(tmp_path), lengths=[150] * 3)
     events: list[str] = []
-    plan = collation.plan_micro_batch
+    plan = sequences.plan_micro_batch
     bind = trainer.dispatcher.bind
     prediction_step = trainer.prediction_step
     monkeypatch.setattr(
-        collation, "plan_micro_batch", lambda *a: (events.append("plan"), plan(*a))[1]
+        sequences, "plan_micro_batch", lambda *a: (events.append("plan"), plan(*a))[1]
     )
     monkeypatch.setattr(
         trainer.dispatcher, "bind", lambda plan: (events.append("bind"), bind(plan))[1]
@@ -357,7 +357,7 @@ def _batches(names: str, error: Exception | None = None) -> Iterator[dict[str, A
 
 
 def test_the_next_step_is_read_and_no_more():
-    upcoming = UpcomingBatches(Planner(0), ALONE)  # type: ignore[arg-type]
+    upcoming = UpcomingBatches(Planner(0))  # type: ignore[arg-type]
     loader = _batches("abcdefg")
     steps = _steps(upcoming, loader, 2, planned=True)
     assert next(steps) == ["a", "b"]
@@ -370,7 +370,7 @@ def test_the_next_step_is_read_and_no_more():
 
 
 def test_the_last_step_of_a_data_set_may_have_fewer_micro_batches():
-    upcoming = UpcomingBatches(Planner(0), ALONE)  # type: ignore[arg-type]
+    upcoming = UpcomingBatches(Planner(0))  # type: ignore[arg-type]
     assert list(_steps(upcoming, _batches("abc"), 2, planned=True)) == [["a", "b"], ["c"]]
 
 
@@ -385,14 +385,14 @@ def test_the_last_step_of_a_data_set_may_have_fewer_micro_batches():
 )
 def test_steps_of_a_stream_end_on_all_ranks_at_once(micro_batches_elsewhere, expected):
     # This rank has three micro-batches, and the other rank has as many as it says.
-    upcoming = UpcomingBatches(Planner(micro_batches_elsewhere), ALONE)  # type: ignore[arg-type]
+    upcoming = UpcomingBatches(Planner(micro_batches_elsewhere))  # type: ignore[arg-type]
     assert list(_steps(upcoming, _batches("abc"), 2, planned=False)) == expected
 
 
 @pytest.mark.parametrize("planned", [True, False])
 def test_a_batch_that_cannot_be_read_ends_the_step_that_needs_it(planned):
     error = OSError("stale file handle")
-    upcoming = UpcomingBatches(Planner(9), ALONE)  # type: ignore[arg-type]
+    upcoming = UpcomingBatches(Planner(9))  # type: ignore[arg-type]
     steps = _steps(upcoming, _batches("abc", error), 2, planned=planned)
     assert next(steps) == ["a", "b"]
     raised = "^stale" if planned else "^raised by both ranks: stale"
@@ -402,7 +402,7 @@ def test_a_batch_that_cannot_be_read_ends_the_step_that_needs_it(planned):
 
 def test_a_batch_that_another_rank_cannot_read_ends_the_step():
     planner = Planner(9, failing=4)
-    upcoming = UpcomingBatches(planner, ALONE)  # type: ignore[arg-type]
+    upcoming = UpcomingBatches(planner)  # type: ignore[arg-type]
     steps = _steps(upcoming, _batches("abcdef"), 2, planned=False)
     assert next(steps) == ["a", "b"]
     with pytest.raises(ValueError, match="raised by both ranks: None"):

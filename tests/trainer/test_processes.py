@@ -1,106 +1,80 @@
-"""Processes that read for a rank: one that stops, hangs or ends is named, and the run ends on all
-ranks.
-"""
+"""Processes that read for a rank: one that hangs or dies ends the run, with the reason."""
 
 import multiprocessing
 import os
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch.distributed as dist
-from transformers import TrainerCallback
+from torch.utils.data import get_worker_info
 
 from hf_distca.interpreter import fork_can_hang
-from hf_distca.trainer import processes
+from hf_distca.trainer import loaders
 from hf_distca.trainer.refusals import IMPORTED_AGAIN
-from tests.logged import Messages
 from tests.ranks import own_processes
 from tests.refused import refused
-from tests.trainer.small_trainers import LENGTHS, make_trainer
+from tests.trainer.small_trainers import make_trainer
 
-TIMEOUT_S = 8.0
 ENDS_WITHIN_S = 40.0
 """Much less than the half hour after which gloo's groups of DDP give up."""
 
 
-class Stops(TrainerCallback):
-    """Stops the process that reads for rank 1 after the first step, as a file system that hangs
-    does.
-    """
+class Faulty(list[Any]):
+    """Documents of which a process of the last rank can read only some."""
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
+    def __init__(self, fail: Callable[[], None]) -> None:
+        super().__init__({"input_ids": [3 + index] * 100} for index in range(40))
+        self._fail = fail
+        self._reads = 0
 
-    def on_step_end(self, _args: Any, state: Any, *_: Any, **__: Any) -> None:
-        if dist.get_rank() == 1 and state.global_step == 1:
-            (process,) = multiprocessing.active_children()
-            assert process.pid is not None
-            os.kill(process.pid, signal.SIGSTOP)
-            (self._folder / "stopped").write_text(str(process.pid))
-
-
-def _train_with_a_process_that_stops(folder: Path, source: str) -> None:
-    options = {
-        "dataloader_num_workers": 1,
-        "exchange_timeout": TIMEOUT_S,
-        "save_strategy": "no",
-        "max_steps": 50,
-    }
-    trainer = make_trainer(str(folder), source, lengths=LENGTHS * 4, **options)
-    trainer.add_callback(Stops(folder))
-    trainer.train()
+    def __getitem__(self, index: Any) -> Any:
+        if get_worker_info() is not None and dist.get_rank() == dist.get_world_size() - 1:
+            self._reads += 1
+            if self._reads > 10:
+                self._fail()
+        return super().__getitem__(index)
 
 
-@pytest.mark.parametrize("source", ["packed", "stream"])
-def test_a_process_that_is_stopped_ends_the_run_on_all_ranks(tmp_path, source):
-    with own_processes(
-        2, _train_with_a_process_that_stops, tmp_path, source, folder=tmp_path
-    ) as ranks:
-        until = time.monotonic() + 200
-        while not (tmp_path / "stopped").exists() and time.monotonic() < until:
-            time.sleep(0.05)
-        stopped_at = time.monotonic()
-        for rank in ranks:
-            rank.join(100)
-        took = time.monotonic() - stopped_at
-        assert [rank.exitcode for rank in ranks] == [1, 1]
-    assert took < ENDS_WITHIN_S
-    stopped = (tmp_path / "stopped").read_text()
-    for rank in range(2):
-        printed = (tmp_path / f"output-{rank}").read_text(errors="replace")
-        assert (
-            f"rank 1 waits for a batch from process {stopped}, but none has come within 4 s"
-            in printed
-        )
-        assert "set dataloader_num_workers=0, which starts no process" in printed
-    assert not Path(f"/proc/{stopped}").exists()
+def _train(folder: Path, fail: Callable[[], None]) -> None:
+    options = {"dataloader_num_workers": 1, "exchange_timeout": 8.0, "save_strategy": "no"}
+    trainer = make_trainer(str(folder), given={"train_dataset": Faulty(fail)}, **options)
+    try:
+        trainer.train()
+    except RuntimeError:
+        (folder / f"failed-{dist.get_rank()}").write_text(str(time.monotonic()))
+        raise
 
 
-def _hang(_worker_id: int) -> None:
+def _hang() -> None:
+    """Hang, as a file system that does not answer."""
     time.sleep(600)
 
 
-def test_a_process_without_a_sign_of_life_is_ended(tmp_path, monkeypatch):
-    monkeypatch.setattr(processes.Signs, "__call__", lambda self, worker_id: _hang(worker_id))
-    monkeypatch.setattr(processes, "START_S", 0.5)
-    trainer = make_trainer(str(tmp_path), dataloader_num_workers=1, save_strategy="no")
-    with pytest.raises(
-        RuntimeError, match=r"rank 0 started .* process \d+ gave no sign of life within 0.5 s"
-    ):
-        trainer.train()
-    assert multiprocessing.active_children() == []
+def test_a_process_that_hangs_ends_the_run_on_all_ranks(tmp_path):
+    with own_processes(2, _train, tmp_path, _hang, folder=tmp_path) as ranks:
+        for rank in ranks:
+            rank.join(200)
+        assert [rank.exitcode for rank in ranks] == [1, 1]
+    assert time.monotonic() - float((tmp_path / "failed-1").read_text()) < ENDS_WITHIN_S
+    first, second = ((tmp_path / f"output-{rank}").read_text(errors="replace") for rank in (0, 1))
+    error = "RuntimeError: DataLoader timed out after 4.0 seconds\n"
+    assert f"OtherRankError: rank 1 failed: {error}" in first
+    assert f"\n{error}" in second
 
 
-def test_a_process_leaves_its_sign_and_is_set_up_as_before():
-    seen: list[int] = []
-    signs = processes.Signs(2, seen.append)
-    assert signs.pids() == {0}
-    signs(1)
-    assert signs.pids() == {0, os.getpid()}
-    assert seen == [1]
+def _die() -> None:
+    """End this process, as the system does when it lacks memory."""
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_process_that_dies_ends_the_run(rank_pools, tmp_path):
+    with pytest.raises(AssertionError, match=r"RuntimeError: DataLoader worker \(pid.*\) \w+"):
+        rank_pools[1].run(_train, tmp_path, _die)
 
 
 @pytest.mark.parametrize(
@@ -120,21 +94,26 @@ def test_versions_in_which_a_fork_can_hang(version, can_hang):
 @pytest.mark.parametrize(
     ("workers", "rank", "can_hang", "method", "warns"),
     [
-        (0, 0, True, "fork", False),
+        (1, 0, True, None, True),
         (1, 0, True, "fork", True),
-        (1, 1, True, "fork", False),
-        (1, 0, False, "fork", False),
-        (1, 0, True, "spawn", False),
+        (0, 0, True, None, False),
+        (1, 1, True, None, False),
+        (1, 0, False, None, False),
+        (1, 0, True, "forkserver", False),
     ],
 )
 def test_a_warning_names_the_version_to_install(
-    monkeypatch, workers, rank, can_hang, method, warns
+    monkeypatch, caplog, workers, rank, can_hang, method, warns
 ):
-    monkeypatch.setattr(processes, "fork_can_hang", lambda: can_hang)
-    messages = Messages("hf_distca.trainer")
-    processes.ReadingProcesses(workers, rank, 60, method)
-    messages.end()
-    assert any("3.11.10" in line for line in messages.lines) is warns
+    monkeypatch.setattr(loaders, "fork_can_hang", lambda: can_hang)
+    monkeypatch.setattr(loaders, "get_start_method", lambda allow_none: None)
+    args: Any = SimpleNamespace(
+        dataloader_num_workers=workers,
+        process_index=rank,
+        dataloader_multiprocessing_context=method,
+    )
+    loaders.warn_of_forks(args)
+    assert ["3.11.10" in message for message in caplog.messages] == [True] * warns
 
 
 @pytest.mark.parametrize("source", ["packed", "flattened"])

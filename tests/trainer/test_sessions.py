@@ -408,7 +408,7 @@ def test_evaluations_predictions_and_streams_compute_each_document_alone(tmp_pat
     assert trainer.evaluate()["eval_loss"] == pytest.approx(loss, rel=1e-5)
     assert trainer.predict(data).metrics["test_loss"] == pytest.approx(loss, rel=1e-5)
     assert len(read) > 1
-    assert all(batch.shared is None for batch in read)
+    assert not any(batch.sequences.shared_rows for batch in read)
     assert trainer._loaders.beginnings(data, shares=True) is not None
     assert trainer._loaders.beginnings(data.to_iterable_dataset(), shares=True) is None
 

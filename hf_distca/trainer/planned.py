@@ -246,8 +246,7 @@ class PlannedTraining(_Trainer):
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
         """Evaluate as `Trainer.evaluate` does; an error names the rank that failed."""
-        waits = self.dispatcher.groups.waits
-        with waits.watched("the start of an evaluation"):
+        with self.dispatcher.groups.waits.watched("the start of an evaluation"):
             return super().evaluate(*args, **kwargs)
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> EvalLoopOutput:

@@ -66,6 +66,7 @@ def _give_kernels(model: nn.Module, *, swiglu: bool = True, **_: object) -> None
     if not swiglu:
         return
     modeling_llama.apply_rotary_pos_emb = lambda q, k, *_: (q, k)
+    modeling_llama.added = True
     for layer in model.model.layers:
         layer.mlp.forward = MethodType(_mlp, layer.mlp)
 
@@ -174,6 +175,7 @@ def test_kernels_that_liger_gives_a_model_when_training_starts(launches, liger_k
     # The model and transformers' file are as they were.
     assert launches == []
     assert modeling_llama.apply_rotary_pos_emb is rope
+    assert not hasattr(modeling_llama, "added")
     assert "forward" not in vars(model.model.layers[0].mlp)
 
 

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from transformers import AutoConfig
 
 from hf_distca.cli.model import config_of_shape
+from hf_distca.dispatch import rows
 from hf_distca.dispatch.dispatcher import Dispatcher
 from hf_distca.memory import counter, micro_batch
 from hf_distca.memory.counter import MemoryCounter
@@ -145,6 +146,19 @@ def test_exchange_buffers_of_a_step_count_although_the_backward_makes_some_of_th
     parts = [count_peaks(model, plan, rank, FLASH).on_device for rank in (0, 1)]
     assert [bytes_by_part["exchange buffers"] for bytes_by_part in parts] == [129024, 159744]
     assert all("backward" not in bytes_by_part for bytes_by_part in parts)
+
+
+def test_row_numbers_of_a_plan_take_the_memory_of_their_copies(monkeypatch):
+    plan = plan_micro_batch([900, 124], PlanSettings(1, TOKENS, small_kinds()))
+    taken = []
+    for copied in (1000, 10):
+        monkeypatch.setattr(rows, "CHUNK_BYTES", copied)
+        live = LiveMemory()
+        bound = bound_plan(plan, 0, FLASH, live)
+        live.begin()
+        taken.append((bound.rows, dict(live.peak)))
+    # An int32 table of where both documents begin, and where they end: 12 bytes.
+    assert taken == [(TOKENS, {"plan": 1000}), (TOKENS, {"plan": 12})]
 
 
 def test_the_peak_is_when_tensors_beside_exchange_buffers_take_the_most():

@@ -44,7 +44,7 @@ demo: $(CHECKPOINT)/model.safetensors
 	@$(BIN)/hf-distca timeline $(DEMO) --svg $(DEMO)/step.svg
 	@echo; echo "Next:"
 	@echo "  $(BIN)/hf-distca simulate --lengths prolong --ranks 64 --tokens-per-rank 32k --report runs/report.html"
-	@echo "  $(BIN)/accelerate launch --config_file examples/configs/ddp.yaml examples/train.py $(CHECKPOINT) LICENSE --sample_by paragraph"
+	@echo "  $(BIN)/accelerate launch --config_file examples/configs/ddp.yaml examples/train.py $(CHECKPOINT) README.md --sample_by paragraph"
 	@echo "  $(BIN)/hf-distca doctor"
 
 test: lint types tests

@@ -23,8 +23,8 @@ def main() -> None:
         "documents",
         nargs="+",
         help=(
-            "text files, one document each; .jsonl, .csv or .parquet files, a document a row; a "
-            "folder of such files; or a name on the Hub"
+            "text files (.txt, .md), one document each; .jsonl, .csv or .parquet files, a document "
+            "a row; a folder of such files; or a name on the Hub"
         ),
     )
     parser.add_argument(

@@ -30,7 +30,7 @@ SOURCES = f"""\
 - a file of rows, such as .csv, .jsonl, .jsonl.gz or .parquet, with a column of lengths, of lists
   of tokens, or of text (--column, --tokenizer)
 - a data set: its name on the Hub or its folder (--split, --column, --tokenizer)
-- a text file, a pattern such as 'data/*.md', or a folder of text files, each one document
+- a .txt or .md file, a pattern such as 'data/*.md', or a folder of such files, each one document
   (--tokenizer, --sample-by)
 - a distribution of the package: {", ".join(corpora())}
 - {AGENTS_TREE}: the turns of agents' sessions, each a sequence that begins with all turns before it

@@ -6,15 +6,8 @@ ROWS = (".arrow", ".csv", ".json", ".jsonl", ".ndjson", ".parquet", ".tsv")
 """Suffixes of files with one document a row."""
 TEXTS = (".txt", ".md")
 """Suffixes of files with text alone."""
-COMPRESSED = {
-    ".bz2": "",
-    ".gz": "",
-    ".lz4": "lz4",
-    ".xz": "",
-    ".zip": "",
-    ".zst": "zstandard",
-}
-"""Suffixes of compressed files, and the package that Python needs to read them, if any."""
+COMPRESSED = (".bz2", ".gz", ".lz4", ".xz", ".zip", ".zst")
+"""Suffixes of compressed files."""
 WILDCARDS = "*?["
 """Characters of a pattern, which stands for several files."""
 

@@ -4,7 +4,7 @@
 """
 
 from hf_distca.batches.refusals import CUT
-from hf_distca.collator.formats import ROWS, WILDCARDS
+from hf_distca.collator.formats import WILDCARDS
 from hf_distca.refusal import Refusal
 
 REMOVE_EMPTY = "remove empty documents: dataset.filter(lambda e: e['input_ids'])"
@@ -336,7 +336,7 @@ class Source:
         "no file matches {pattern!r}", "documents are read from files", "give another pattern"
     )
     EMPTY_FOLDER = Refusal(
-        "the folder {path!r} has no files, or only empty and hidden ones",
+        "the folder {path!r} has no files, or only hidden ones",
         "documents are read from files",
         "name another folder",
     )
@@ -355,23 +355,13 @@ class Source:
     EMPTY_FILE = Refusal(
         "the file {path!r} is empty", "a document needs a text or a row", "leave the file out"
     )
-    NO_ROWS = Refusal("the files {paths} have no rows", "a row is a document", "leave them out")
     UNKNOWN_FORMAT = Refusal(
-        "{path!r} {why}",
-        f"only text is read from files with other suffixes than {', '.join(ROWS)} (also "
-        "compressed, such as .jsonl.gz or .txt.gz)",
-        "leave the file out, rename it by what it holds, or load it with `datasets.load_dataset` "
-        "and pass that data set",
-        condition=(
-            "a file that is compressed, binary or has rows of JSON, whose suffix does not say what "
-            "it holds"
-        ),
-    )
-    NEEDS_PACKAGE = Refusal(
-        "{path!r} is compressed",
-        "the package {package} is missing, which reads such files",
-        "run: pip install {package}",
-        condition="a `.zst` or `.lz4` file without the package that reads it",
+        "{path!r} has no suffix that `datasets` knows",
+        "the suffix says how a file is read: .txt and .md as text, .jsonl or .csv as rows, each of "
+        "them also compressed, such as .jsonl.gz",
+        "leave the file out, rename it by what it holds, or load a text of another suffix with "
+        "datasets.load_dataset('text', data_files=…, sample_by='document', split='train')",
+        condition="a file whose suffix does not say what it holds, such as .py, .jsonlines or none",
     )
     NOT_UTF8 = Refusal(
         "{path} cannot be read as {kind}: it has the bytes {found}",
@@ -382,7 +372,7 @@ class Source:
     UNREADABLE = Refusal(
         "{path} cannot be read as {kind}: {why}",
         "a document that is left out in silence would be missing",
-        "repair the file or leave it out",
+        "repair the file, install what reads it, or leave it out",
     )
     NOT_LOADED = Refusal(
         "{path!r} is no file here and cannot be loaded by `datasets` ({why})",

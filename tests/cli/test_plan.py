@@ -451,7 +451,7 @@ def test_compressed_files_tables_with_tabs_and_patterns_hold_lengths(run, tmp_pa
     (tmp_path / "c.bin").write_bytes(b"\0")
     status, _, error = run("plan", "--lengths", str(tmp_path / "c.bin"), *SMALL)
     assert status == 2
-    assert "c.bin' is binary (or UTF-16), but only text is read" in error
+    assert "c.bin' has no suffix that `datasets` knows, but" in error
 
 
 def test_lengths_of_texts_and_chats_are_counted_by_a_tokenizer(dumped, tmp_path, subtests):

@@ -51,7 +51,7 @@ def test_the_commands_to_try_next_are_there():
     makefile = (ROOT / "Makefile").read_text().replace("$(CHECKPOINT)", "runs/checkpoint")
     shown = re.findall(r'echo "  (.*)"', makefile.split("\ndemo:")[1].split("\n\n")[0])
     assert len(shown) == 3
-    named = re.findall(r"examples/[\w/.]+|LICENSE", "\n".join(shown))
+    named = re.findall(r"examples/[\w/.]+|README.md", "\n".join(shown))
     assert [path for path in named if not (ROOT / path).exists()] == []
 
 

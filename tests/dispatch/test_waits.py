@@ -243,6 +243,7 @@ def test_a_rank_that_was_stopped_itself_forgets_when_others_were_seen(monkeypatc
         monkeypatch.setattr(mine._watch.signs, "exchange", exchange)
 
 
+@pytest.mark.launches
 def test_a_process_whose_wait_failed_exits_soon(monkeypatch):
     registered = []
     monkeypatch.setattr(waits_module.atexit, "register", registered.append)

@@ -105,7 +105,7 @@ class PlannedCandidate:
 
     Attributes:
         nano_batches: their plans are not in stages yet.
-        counted: for each nano-batch, the counts of its plans by kind of attention.
+        counts: for each nano-batch, the counts of its plans by kind of attention.
         stages: approximate number of stages that is fastest; None for the usual number.
         step: the predicted step.
     """

@@ -22,7 +22,7 @@ number of nano-batches. Every rank finds the same plan, since predictions depend
 settings alone.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from math import inf, sqrt
@@ -187,20 +187,6 @@ def fastest_of(
         if planned is not None and (fastest is None or planned.seconds < fastest.seconds):
             fastest = planned
     return fastest
-
-
-def every_candidate(
-    lengths: IntArray, settings: PlanSettings, choices: Choices
-) -> Iterator[PlannedCandidate]:
-    """Plan every candidate in groups, however slow: the reference for the search.
-
-    Each division is combined with each number of nano-batches and each tolerance.
-    """
-    search = _Search(lengths, settings, choices, partial(nano_batches_as_set, lengths))
-    for candidate in search.every_candidate():
-        planned = search.planned(candidate)
-        if planned is not None:
-            yield planned
 
 
 class _Search:
@@ -398,17 +384,6 @@ class _Search:
             for tolerance in tolerances
             for count in self._choices.nano_batches
         ]
-
-    def every_candidate(self) -> Iterator[Candidate]:
-        """Yield all combinations of placing, division, nano-batches and tolerance."""
-        divisions: tuple[Division, ...] = ("evenly", "jointly")
-        # Whole documents on single ranks are divided in one way only.
-        for placing in self._placings():
-            bound = self._bound(placing)
-            for division in divisions if self._may_have_cuts(placing) else ("evenly",):
-                for count in self._choices.nano_batches:
-                    for tolerance in self._choices.tolerances:
-                        yield Candidate(placing, bound, division, tolerance, (count,))
 
     @staticmethod
     def _may_have_cuts(placing: Placing) -> bool:

@@ -1,4 +1,6 @@
-# make demo, make test: each sets up .venv first where that has not been done; make docs its own small environment.
+# make demo, make quick, make test: each sets up .venv first where that has not been done; make docs its own small
+# environment.
+# make quick: tests for the daily loop, without launches and trainings; make test: everything, before a merge.
 # make gpu: the same, or from wheels/ where that is there.
 # make oldest, make newest: tests on the oldest and the newest versions that pyproject.toml allows.
 
@@ -14,7 +16,7 @@ DOCS_SETUP := $(DOCS_ENVIRONMENT)/.setup
 CHECKPOINT := runs/checkpoint
 DEMO := runs/demo
 
-.PHONY: setup demo test lint types tests survey features docs oldest newest gpu gpu-wheels format clean
+.PHONY: setup demo quick test lint types tests survey features docs oldest newest gpu gpu-wheels format clean
 
 setup: $(SETUP)
 
@@ -46,6 +48,14 @@ demo: $(CHECKPOINT)/model.safetensors
 	@echo "  $(BIN)/hf-distca simulate --lengths prolong --ranks 64 --tokens-per-rank 32k --report runs/report.html"
 	@echo "  $(BIN)/accelerate launch --config_file examples/configs/ddp.yaml examples/train.py $(CHECKPOINT) README.md --sample_by paragraph"
 	@echo "  $(BIN)/hf-distca doctor"
+
+QUICK_TESTS := $(addprefix tests/,plan planner predict kernels models collator sim timeline cli docs) tests/test_*.py
+
+# A second -m replaces that of pyproject.toml, so what that leaves out is named again.
+quick: $(SETUP)
+	@echo "Quick tests, without launches: at most three minutes on two cores."
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile \
+		-m "not launches and not gpu and not survey and not further_strategy" $(QUICK_TESTS)
 
 test: lint types tests
 

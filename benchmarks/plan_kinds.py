@@ -11,6 +11,7 @@ Run: PYTHONPATH=. python benchmarks/plan_kinds.py [--batches 4]
 """
 
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from itertools import islice
 from math import inf
 from typing import Any
@@ -22,7 +23,8 @@ from harness.simulated import simulated_run
 from numpy.typing import NDArray
 from typical_data import RANKS_PER_NODE, TOKENS_PER_RANK, data
 
-from hf_distca.planner.choose import Candidate, every_candidate
+from hf_distca.planner.build import nano_batches_as_set
+from hf_distca.planner.choose import Candidate, Division, PlannedCandidate, _Search
 from hf_distca.planner.settings import COARSER_TOLERANCE, PlanSettings
 from hf_distca.predict.shapes import LLAMA_8B
 from hf_distca.sim.lengths import micro_batches
@@ -67,6 +69,36 @@ PLAN_KINDS: Mapping[str, Callable[[Candidate], bool]] = {
 """By name: whether a candidate is of the kind."""
 
 
+class EveryCandidate(_Search):
+    """Candidates that combine each division with each number of nano-batches and each tolerance."""
+
+    def in_groups(self) -> list[Candidate]:
+        """List all candidates whose documents lie inside groups of ranks, however slow."""
+        listed = []
+        for placing in self._placings():
+            # Whole documents on single ranks are divided in one way only.
+            divisions: list[Division] = ["over all"]
+            if self._may_have_cuts(placing):
+                divisions.append("over few")
+            bound = self._bound(placing)
+            listed += [
+                Candidate(placing, bound, division, tolerance, count)
+                for division in divisions
+                for count in self._settings.nano_batches
+                for tolerance in self._settings.tolerances
+            ]
+        return listed
+
+
+def every_plan(lengths: IntArray, settings: PlanSettings) -> Iterator[PlannedCandidate]:
+    """Plan every candidate that can be planned."""
+    assert settings.costs is not None
+    as_set = partial(nano_batches_as_set, lengths)
+    search = EveryCandidate(lengths, settings, settings.costs, as_set)
+    planned = map(search.planned, search.in_groups())
+    return (candidate for candidate in planned if candidate is not None)
+
+
 def typical_inputs(ranks: int, network: float, count: int) -> Inputs:
     """Yield micro-batches of the data sets, on GPUs with `network` GB/s between nodes."""
     profile = profile_with(network)
@@ -88,10 +120,9 @@ def grid_inputs(count: int) -> Inputs:
 
 def ratios_without(lengths: IntArray, settings: PlanSettings) -> dict[str, float]:
     """Return, for each kind, the fastest plan without it over the fastest of all plans."""
-    assert settings.costs is not None
     fastest = inf
     fastest_without = dict.fromkeys(PLAN_KINDS, inf)
-    for planned in every_candidate(lengths, settings, settings.costs):
+    for planned in every_plan(lengths, settings):
         fastest = min(fastest, planned.seconds)
         for name, is_of_kind in PLAN_KINDS.items():
             if not is_of_kind(planned.candidate):

@@ -1,6 +1,5 @@
 import gc
 import os
-import re
 import sys
 from collections.abc import Iterator
 
@@ -15,21 +14,19 @@ from tests.ranks import (
     with_backward_in_a_thread,
 )
 
-LAUNCHES = re.compile(r"^from tests\.(launch|examples\.running|trainer\.comparison) ", re.M)
-"""Imports of files that launch, or train on processes of their own."""
+POOLS = {"rank_pools", "zero_pools"}
+"""Fixtures that start ranks: tests that take them launch."""
 
-os.environ["OMP_NUM_THREADS"] = (
-    "1"  # before torch is imported: idle threads of one process keep cores from others
-)
+# Before torch is imported: idle threads of one process keep cores from others.
+os.environ["OMP_NUM_THREADS"] = "1"
 
 # The time of an example shows how busy the machine is.
 settings.register_profile("hf_distca", deadline=None)
 settings.load_profile("hf_distca")
 
 
-@pytest.fixture(
-    scope="module"
-)  # ranks start in 0.1 s, and threads of their groups poll while they live
+# Of a module: ranks start in 0.1 s, and threads of their groups poll while they live.
+@pytest.fixture(scope="module")
 def rank_pools() -> Iterator[dict[int, RankPool]]:
     """Pools of 1 to 4 ranks; each starts when it is first used."""
     pools = {size: RankPool(size) for size in (1, 2, 3, 4)}
@@ -56,13 +53,16 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("filterwarnings", f"error:{EARLIER_NAMES}:FutureWarning")
 
 
+@pytest.hookimpl(tryfirst=True)  # before tests are selected by their marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put files that launch first, the trainer's before others: one taken last would leave the
-    other workers idle.
+    """Mark tests with pools of ranks, and put files that launch first, the trainer's before others:
+    one taken last would leave the other workers idle.
     """
-    paths = {item.path for item in items}
-    launching = {path: bool(LAUNCHES.search(path.read_text())) for path in paths}
-    items.sort(key=lambda item: (not launching[item.path], "trainer" not in item.path.parts))
+    for item in items:
+        if not POOLS.isdisjoint(getattr(item, "fixturenames", ())):
+            item.add_marker("launches")
+    launching = {item.path for item in items if item.get_closest_marker("launches")}
+    items.sort(key=lambda item: (item.path not in launching, "trainer" not in item.path.parts))
 
 
 @pytest.fixture(scope="module")

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
 from transformers import TrainerCallback
 
 import hf_distca
@@ -54,6 +55,7 @@ def _files_of_a_step(folder: str) -> set[str]:
     return traced.files
 
 
+@pytest.mark.launches
 def test_a_step_goes_through_the_listed_files(tmp_path):
     pool = RankPool(2)  # of its own: a trainer leaves its state in its process
     try:

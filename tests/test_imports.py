@@ -46,6 +46,7 @@ for first in (
 """
 
 
+@pytest.mark.launches
 def test_transformers_knows_the_implementation_whatever_is_imported_first():
     """And importing hf_distca alone imports no library."""
     done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True)

@@ -39,7 +39,8 @@ def with_stages(
     """Divide a plan without stages into stages, if its exchanges need them.
 
     Args:
-        buffer_rows, most, stages, together: as in `stage_rows`. `count_plan` counts `most`.
+        busiest_rows: as `count_plan` counts them.
+        buffer_rows, stages, together: as in `stage_rows`.
     """
     in_hops = plan.nodes is not None
     rows = stage_rows(busiest_rows, buffer_rows, stages=stages, in_hops=in_hops, together=together)
@@ -52,7 +53,7 @@ def stage_rows(
     """Return how many K/V rows a stage has; None if all rows travel at once.
 
     Args:
-        most: K/V rows that the busiest rank sends, or receives, in a layer.
+        busiest_rows: K/V rows that the busiest rank sends, or receives, in a layer.
         buffer_rows: K/V rows of an exchange buffer.
         stages: approximate number of stages, if they are worth it; the buffers may require more.
         together: whether a stage may take several buffers if all rows fit into all buffers. No

@@ -22,7 +22,7 @@ number of nano-batches. Every rank finds the same plan, since predictions depend
 settings alone.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from math import inf, sqrt
@@ -104,7 +104,7 @@ class PlannedCandidate:
 
     Attributes:
         nano_batches: their plans are not in stages yet.
-        counted: for each nano-batch, the counts of its plans by kind of attention.
+        counts: for each nano-batch, the counts of its plans by kind of attention.
         stages: approximate number of stages that is fastest; None for the usual number.
         step: the predicted step.
     """
@@ -184,20 +184,6 @@ def fastest_of(
         if planned is not None and (fastest is None or planned.seconds < fastest.seconds):
             fastest = planned
     return fastest
-
-
-def every_candidate(
-    lengths: IntArray, settings: PlanSettings, costs: StepCosts
-) -> Iterator[PlannedCandidate]:
-    """Plan every candidate in groups, however slow: the reference for the search.
-
-    Each division is combined with each number of nano-batches and each tolerance.
-    """
-    search = _Search(lengths, settings, costs, partial(nano_batches_as_set, lengths))
-    for candidate in search.every_candidate():
-        planned = search.planned(candidate)
-        if planned is not None:
-            yield planned
 
 
 class _Search:
@@ -375,17 +361,6 @@ class _Search:
             for tolerance in tolerances
             for count in self._settings.nano_batches
         ]
-
-    def every_candidate(self) -> Iterator[Candidate]:
-        """Yield all combinations of placing, division, nano-batches and tolerance."""
-        divisions: tuple[Division, ...] = ("over all", "over few")
-        # Whole documents on single ranks are divided in one way only.
-        for placing in self._placings():
-            bound = self._bound(placing)
-            for division in divisions if self._may_have_cuts(placing) else ("over all",):
-                for count in self._settings.nano_batches:
-                    for tolerance in self._settings.tolerances:
-                        yield Candidate(placing, bound, division, tolerance, count)
 
     @staticmethod
     def _may_have_cuts(placing: Placing) -> bool:

@@ -37,6 +37,7 @@ def count_up(step: int):
     return take
 
 
+@pytest.mark.launches
 def test_ranks_keep_what_was_prepared_from_round_to_round():
     with Ranks(2, count_up, 3) as ranks:
         assert [ranks.take(), ranks.take()] == [[("0", 3), ("1", 3)], [("0", 6), ("1", 6)]]
@@ -58,6 +59,7 @@ def run(folder: Path, package: Path, *words: str) -> subprocess.CompletedProcess
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
 
 
+@pytest.mark.launches
 def test_two_checkouts_take_rounds_in_turns(tmp_path):
     own_checkout = checkout(tmp_path / "ours", [1.0, 2.0, 6.0])
     theirs = checkout(tmp_path / "theirs", [2.0, 2.0, 2.0])
@@ -113,6 +115,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.launches
 def test_a_script_that_is_killed_leaves_no_process_behind(tmp_path):
     """In the middle of a round of another checkout's script, which is to end as well."""
     own_checkout, theirs = (

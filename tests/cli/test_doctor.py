@@ -286,6 +286,7 @@ def test_names_of_packages_are_spelled_in_several_ways(monkeypatch, run):
     assert [finding["found"] for finding in findings if finding["name"] == "flash-attn"] == ["2.8"]
 
 
+@pytest.mark.launches
 def test_a_launch():
     command = [*launcher("ddp", 2), "--module", "hf_distca.cli.main", "doctor", "--json"]
     done = subprocess.run(

@@ -181,6 +181,7 @@ def _start(comes: bool) -> str:
 @pytest.mark.parametrize(
     ("comes", "told"), [(False, "reach the other ranks"), (True, "exchange rows")]
 )
+@pytest.mark.launches
 def test_a_rank_whose_partner_is_not_there(comes, told):
     with closing(RankPool(2)) as pool:
         assert f"rank 0 cannot {told} over gloo" in pool.run(_start, comes)[0]

@@ -275,6 +275,7 @@ def test_a_process_that_was_suspended_goes_on(monkeypatch, ended, caplog, wait):
     assert (ended, caplog.text) == ([], "")
 
 
+@pytest.mark.launches
 def test_a_process_whose_wait_failed_exits_soon(monkeypatch):
     registered = []
     monkeypatch.setattr(waits_module.atexit, "register", registered.append)

@@ -4,11 +4,15 @@ import json
 import re
 import sys
 
+import pytest
+
 from examples.demo import full_steps, imbalance, packed_in_order
 from hf_distca.cli.main import main
 from tests.examples.running import EXAMPLES, run, run_forked
 from tests.launch import ROOT
 from tests.ranks import free_port
+
+pytestmark = pytest.mark.launches
 
 
 def test_both_trainings_have_the_same_losses_and_a_step_is_drawn(checkpoint, tmp_path):

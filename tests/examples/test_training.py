@@ -17,6 +17,8 @@ from hf_distca.models.checkpointing import CHECKPOINTING
 from tests.examples.running import EXAMPLES, finetune, run_forked, summary_of
 from tests.launch import run_in_forks
 
+pytestmark = pytest.mark.launches
+
 PRINTED = (
     r"The {}: ([\d.]+) at first, ([\d.]+) at last\nPadding: (\d+)% of the batches, which was not"
     r" computed\n"

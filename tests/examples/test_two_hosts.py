@@ -15,6 +15,8 @@ from benchmarks.hosts import ADDRESSES, Hosts, ip
 from tests.examples.running import EXAMPLES, finetune, summary_of
 from tests.launch import CONFIGS, cpu_environment
 
+pytestmark = pytest.mark.launches
+
 SRUN = """#!/bin/bash
 shift  # its one option
 i=0

@@ -19,6 +19,8 @@ from tests.examples.running import run
 from tests.launch import ROOT
 from tests.ranks import free_port
 
+pytestmark = pytest.mark.launches
+
 run_outside = partial(run, PYTHONPATH="")
 """Runs a command that sees nothing of this checkout."""
 TEXT_BYTES = 12_000

@@ -14,6 +14,8 @@ from benchmarks.gpu import devices
 from benchmarks.gpu.findings import Findings
 from benchmarks.gpu.runner import Part, chosen, print_table, run_part, run_parts
 
+pytestmark = pytest.mark.launches
+
 ROOT = Path(__file__).parents[2]
 WRITE = "import json, sys; open(sys.argv[1], 'w').write(json.dumps(told))"
 LEAVE = "told = dict(figures={}, wrong=[], skipped='') | {told}; " + WRITE

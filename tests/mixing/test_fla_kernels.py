@@ -72,6 +72,7 @@ print("equal")
 """
 
 
+@pytest.mark.launches
 def test_packed_documents_take_one_run_of_each_kernel():
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=False

@@ -2,11 +2,10 @@
 
 from dataclasses import replace
 from functools import partial
-from itertools import islice
+from itertools import chain
 
 import numpy as np
 import pytest
-from hf_distca.predict.setup import Setup
 
 from hf_distca.plan import AttentionKind
 from hf_distca.plan.cost import RowBytes
@@ -18,19 +17,16 @@ from hf_distca.planner.choose import (
     Candidate,
     PlannedCandidate,
     _Search,
-    every_candidate,
     fastest_of,
 )
 from hf_distca.planner.groups import Placing
 from hf_distca.planner.micro_batch import plan_micro_batch, plan_placed
 from hf_distca.planner.settings import UNBALANCED, PlanSettings
 from hf_distca.predict.counts import count_plan
-from hf_distca.predict.profile import DeviceProfile
 from hf_distca.predict.seconds import KernelCost, KindCosts, LinkCost, Links, StepCosts
-from hf_distca.predict.shapes import LLAMA_8B
 from hf_distca.predict.walk import Walked
-from hf_distca.sim.lengths import corpora, lognormal, micro_batches
 from hf_distca.units import AUTO
+from tests.planner.exhaustive import every_plan, fewest_seconds_of_whole_documents, seconds_of
 
 KIND = AttentionKind(None, 4, 2, 8, 8)
 ROWS_OF_RANK = ["document", "start", "stop", "rank"]
@@ -214,10 +210,9 @@ def test_joined_nodes_are_tried_in_the_order_of_their_size():
     settings = PlanSettings(
         8, 64, (KIND,), ranks_per_node=2, balance_block_size=4, ping_pong=AUTO, costs=of_ranks
     )
-    candidates = every_candidate(np.array([200, 115]), settings, of_ranks)
-    groups = [max(planned.candidate.placing.sizes) for planned in candidates]
-    assert set(groups) == {4, 6, 8}
-    assert groups == sorted(groups)
+    listed = _Search(np.array([200, 115]), settings, of_ranks, partial(tuple)).in_groups()
+    groups = list(dict.fromkeys(max(candidate.placing.sizes) for candidate in listed))
+    assert groups == [4, 6]  # eight ranks compute no more evenly
 
 
 @pytest.mark.parametrize("count", [1, 2])
@@ -226,42 +221,65 @@ def test_a_given_number_of_nano_batches_is_kept(count):
     assert len(plan.nano_batches) == count
 
 
-@pytest.mark.parametrize("layout", ["fixed", "whole"])
-def test_a_given_layout_is_kept(layout):
-    lengths = [60, *[10] * 12]
-    settings = PlanSettings(4, 64, (KIND,), document_layout=layout, balance_block_size=4)
-    of_ranks = costs(FREE, FREE)
-    plan = plan_micro_batch(lengths, replace(settings, ping_pong=AUTO, costs=of_ranks))
-    assert plan.choice.group == 4
-    ping_pong = len(plan.nano_batches) == 2
-    expected = plan_micro_batch(lengths, replace(settings, ping_pong=ping_pong))
-    for nano, expected_nano in zip(plan.nano_batches, expected.nano_batches, strict=True):
-        assert nano.layout.segments.tolist() == expected_nano.layout.segments.tolist()
+def laid_out(layout):
+    """[ranks] of lists of (document, start, stop)."""
+    settings = PlanSettings(4, 64, (KIND,), document_layout=layout, costs=costs(FREE, FREE))
+    (nano,) = plan_micro_batch([60, *[10] * 12], settings).nano_batches
+    columns = ["document", "start", "stop"]
+    return [nano.layout.of_rank(rank)[columns].tolist() for rank in range(4)]
 
 
-@pytest.mark.parametrize(("ranks", "bandwidth"), [(8, 5e9), (8, 50e9), (16, 50e9), (40, 50e9)])
-def test_the_search_finds_what_trying_everything_finds(ranks, bandwidth):
-    """H100s, Llama-3-8B. On more than 32 GPUs fewer plans are tried."""
-    profile = DeviceProfile.load("h100")
-    ranks_per_node = min(ranks // 2, 8)
-    links = Links(profile.exchange.within, LinkCost(3e-5, bandwidth))
-    tokens, draw = (32768, corpora()["agents"]) if ranks == 16 else (8192, lognormal(2000, 1.2))
-    setup = Setup(LLAMA_8B, replace(profile, exchange=links), ranks, tokens, ranks_per_node)
+def test_the_layout_in_order_is_kept():
+    """45 tokens on each rank."""
+    assert laid_out("fixed") == [
+        [(0, 0, 45)],
+        [(0, 45, 60), (1, 0, 10), (2, 0, 10), (3, 0, 10)],
+        [(4, 0, 10), (5, 0, 10), (6, 0, 10), (7, 0, 10), (8, 0, 5)],
+        [(8, 5, 10), (9, 0, 10), (10, 0, 10), (11, 0, 10), (12, 0, 10)],
+    ]
+
+
+def test_whole_documents_are_kept():
+    """The long document is alone."""
+    ranks = laid_out("whole")
+    assert sorted(chain(*ranks)) == [(0, 0, 60), *((document, 0, 10) for document in range(1, 13))]
+    assert sorted(map(len, ranks)) == [1, 4, 4, 4]
+
+
+@pytest.mark.parametrize("link", [FREE, LinkCost(0, 2e4), LinkCost(0, 2e3), SLOW], ids=str)
+@pytest.mark.parametrize(
+    ("lengths", "ranks", "tokens"),
+    [([24, 8], 2, 24), ([16, 8, 8], 2, 24), ([20, 4, 8], 2, 24), ([16, 6, 4], 3, 16)],
+)
+def test_no_plan_of_blocks_is_faster(lengths, ranks, tokens, link):
+    """Of those that give each 8 rows to a rank that holds them, and to one that computes them.
+
+    The plan that is chosen may also cut documents elsewhere.
+    """
+    step_costs = costs(link, link)
     settings = PlanSettings(
-        ranks,
-        tokens,
-        tuple(LLAMA_8B.layers),
-        ping_pong=AUTO,
-        ranks_per_node=ranks_per_node,
-        costs=setup.costs,
+        ranks, tokens, (KIND,), balance_block_size=8, ping_pong=AUTO, costs=step_costs
     )
-    ratios = []
-    for lengths in islice(micro_batches(draw, ranks * tokens, seed=0), 6):
-        plan = plan_micro_batch(lengths.tolist(), settings)
-        candidates = every_candidate(lengths, settings, setup.costs)
-        ratios.append(plan.choice.seconds / min(candidate.seconds for candidate in candidates))
-    assert np.median(ratios) <= 1.01
-    assert max(ratios) <= 1.015
+    plan = plan_micro_batch(lengths, settings)
+    assert plan.choice.seconds == pytest.approx(seconds_of(plan, step_costs))
+    plans = every_plan(lengths, 8, step_costs, ranks, tokens)
+    assert plan.choice.seconds <= min(seconds_of(other, step_costs) for other in plans) * 1.0001
+
+
+@pytest.mark.parametrize(
+    ("lengths", "ranks"),
+    [
+        ([40, 30, 30, 20, 20, 10], 2),
+        ([33, 30, 27, 21, 19, 17, 12], 3),
+        ([60, 60, 40, 30, 9, 9], 3),
+        ([25, 24, 23, 22, 21, 20, 5, 5], 4),
+    ],
+)
+def test_whole_documents_are_as_even_as_they_can_be_where_links_are_slow(lengths, ranks):
+    plan = chosen(lengths, SLOW, SLOW, 80, ranks, ranks_per_node=1)
+    assert not exchanges(plan)
+    fewest = fewest_seconds_of_whole_documents(lengths, ranks, 80, 3e-3, 4e-4)
+    assert 1 - 1e-9 <= plan.choice.seconds / fewest <= 1.01
 
 
 @pytest.mark.parametrize("layout", ["auto", "fixed"])
@@ -322,9 +340,18 @@ def test_stages_are_as_many_as_pay(link, call_s, buffers, fewest, most):
 def test_candidates_are_compared_with_few_stages_where_these_pay(call_s, stages):
     """Where calls are free, the usual number hides the exchange."""
     of_ranks = costs_of_one_document(SLOW_FOR_ROWS, call_s)
-    settings = PlanSettings(2, 16384, (KIND,), costs=of_ranks)
-    candidates = every_candidate(np.array([32768]), settings, of_ranks)
-    assert {planned.stages for planned in candidates} == {stages}
+    planned = planned_in_groups([32768], PlanSettings(2, 16384, (KIND,)), of_ranks)
+    assert {candidate.stages for candidate in planned} == {stages}
+
+
+def planned_in_groups(lengths, settings, of_ranks):
+    """All candidates that can be planned, however slow."""
+    settings = replace(settings, ping_pong=AUTO, costs=of_ranks)
+    search = _Search(np.array(lengths), settings, of_ranks, partial(tuple))
+    planned = [search.planned(candidate) for candidate in search.in_groups()]
+    found = [candidate for candidate in planned if candidate is not None]
+    assert found
+    return found
 
 
 ONE_RANK = Placing.of_all(np.ones(1), np.ones(1))
@@ -385,8 +412,7 @@ def test_no_plan_is_faster_than_its_bound(slowness, lengths):
     settings = PlanSettings(8, 64, (KIND,), ranks_per_node=2, balance_block_size=4)
     kinds = (KindCosts(KIND, 1, KernelCost(0.02, 0, 0, 1e-3), KernelCost(0.03, 0, 0, 2e-3)),)
     of_ranks = replace(costs(FREE, SLOW), kinds=kinds, launches=0.01, slowness=slowness)
-    settings = replace(settings, ping_pong=AUTO, costs=of_ranks)
-    for planned in every_candidate(np.array(lengths), settings, of_ranks):
+    for planned in planned_in_groups(lengths, settings, of_ranks):
         assert planned.candidate.bound <= planned.seconds * (1 + 1e-9)
 
 

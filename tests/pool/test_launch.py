@@ -102,6 +102,7 @@ def train(folder):
 
 
 @pytest.mark.timeout(300)
+@pytest.mark.launches
 def test_servers_of_the_same_launch(tmp_path):
     # Not for what is launched: it takes seconds to import.
     from tests.trainer.comparison import LENGTHS, PLANNED, Run, train_alone

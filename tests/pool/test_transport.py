@@ -267,6 +267,7 @@ def be_a_rank(port):
 
 
 @needs_nixl
+@pytest.mark.launches
 def test_a_rank_that_stands_still_or_dies_costs_its_time_out(monkeypatch):
     monkeypatch.setattr(transport, "PROBE_S", 0.2)
     memory = memory_of(Choice.NIXL, "server")

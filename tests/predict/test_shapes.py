@@ -1,9 +1,9 @@
 from dataclasses import replace
 
 import pytest
+from hf_distca.predict.setup import Setup
 
 from hf_distca.predict.profile import DeviceProfile
-from hf_distca.predict.setup import Setup
 from hf_distca.predict.shapes import LLAMA_8B, MixingShape
 
 # A convolution of 5 channels over a row and the 3 before it; two heads with states of 64 by 7.

@@ -46,6 +46,7 @@ def ranks() -> Iterator[RankPool]:
 @pytest.mark.parametrize(
     ("kind", "loss"), [(kind, loss) for kind, losses in LOSSES.items() for loss in losses]
 )
+@pytest.mark.launches
 def test_losses_are_those_of_trl(ranks: RankPool, kind: str, loss: str, tmp_path: Path) -> None:
     arguments = {"loss_type": loss, "max_steps": 4, **OPTIONS.get(loss, {})}
     ranks.run(compare_with_stock, str(tmp_path), Case(kind, arguments=arguments), 1e-4)

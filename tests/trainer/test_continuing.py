@@ -128,6 +128,7 @@ def _terminated() -> None:
         signal.raise_signal(signal.SIGTERM)
 
 
+@pytest.mark.launches
 def test_sigterm_ends_the_process_as_before(tmp_path: Path):
     with own_processes(1, _terminated, folder=tmp_path) as (process,):
         process.join(60)

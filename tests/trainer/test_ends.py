@@ -209,6 +209,7 @@ def _wait_for(has_happened: Callable[[], bool], ranks: list[Any]) -> None:
         time.sleep(0.05)
 
 
+@pytest.mark.launches
 def test_a_rank_that_waits_for_a_stopped_one_says_where_that_one_is(tmp_path):
     """In planning, in the forward, in DDP's backward, in an evaluation and while saving, until the
     rank goes on.
@@ -251,6 +252,7 @@ def test_a_rank_that_waits_for_a_stopped_one_says_where_that_one_is(tmp_path):
         ),
     ],
 )
+@pytest.mark.launches
 def test_all_ranks_end_when_one_is_stopped_for_good(tmp_path, place, stopped, says):
     limit_s = 5.0
     with own_processes(

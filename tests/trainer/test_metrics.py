@@ -96,7 +96,7 @@ def figures_of(clock):
     """
 
     def figures_of(
-        moved=([*range(9)], [*range(1, 10)]),
+        moved=(range(9), range(1, 10)),
         nodes: Any = None,
         choice: Any = None,
         servers: Any = None,

@@ -364,6 +364,7 @@ def _as_shards(model: Any) -> Any:
     return fully_shard(model)
 
 
+@pytest.mark.launches
 def test_models_that_are_prepared_too_early_are_refused():
     pytest.importorskip("deepspeed")
     pool = RankPool(1)  # of its own, because DeepSpeed leaves its state in a process

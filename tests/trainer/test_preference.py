@@ -96,6 +96,7 @@ ONE_LAUNCH: dict[str, list[Case]] = {
 
 
 @pytest.mark.parametrize("launch", ONE_LAUNCH)
+@pytest.mark.launches
 def test_trainings_are_those_of_trl(launch, tmp_path, subtests):
     # Ranks of their own: trainers leave their state in a process.
     pool = RankPool(3 if launch == "three ranks" else 2)
@@ -427,6 +428,7 @@ def refused_under_zero3(folder: str) -> None:
         )
 
 
+@pytest.mark.launches
 def test_several_gradients_of_a_weight_are_refused(tmp_path):
     for function in (refused_trainings, refused_under_zero3):
         pool = RankPool(2)

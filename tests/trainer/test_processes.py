@@ -55,6 +55,7 @@ def _hang() -> None:
     time.sleep(600)
 
 
+@pytest.mark.launches
 def test_a_process_that_hangs_ends_the_run_on_all_ranks(tmp_path):
     with own_processes(2, _train, tmp_path, _hang, folder=tmp_path) as ranks:
         for rank in ranks:

@@ -62,7 +62,7 @@ def setup_of(ranks_per_node: int, network: float) -> tuple[Setup, PlanSettings]:
 def compared(lengths: IntArray, setup: Setup, settings: PlanSettings) -> float:
     """Time of the best other strategy over the chosen plan's, inf where none fits."""
     others = []
-    for way in all_strategies(setup, replace(settings, choices=None), 0):
+    for way in all_strategies(setup, replace(settings, choices=None)):
         if way.document_layout is None:
             step, _ = way.step(lengths)
             if not step.documents_cut and step.tokens_most <= TOKENS:

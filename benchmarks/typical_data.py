@@ -71,7 +71,7 @@ def simulated(draw: Draw, ranks: int, count: int) -> tuple[Steps, list[str]]:
     )
     ways = [
         way
-        for way in all_strategies(setup, settings, 0)
+        for way in all_strategies(setup, settings)
         if way.document_layout is None or way.name == CHOSEN
     ]
     runs = [way.name for way in ways if way.in_transformers]

@@ -10,7 +10,9 @@ from typing import Any
 from hf_distca.cli import InputError
 from hf_distca.cli.names import MODEL_SOURCES, check_model
 from hf_distca.cli.options import (
+    FROM_ZERO,
     GB,
+    MOST_RANKS,
     RANKS_PER_NODE,
     READING_MODEL,
     add_planning_options,
@@ -18,10 +20,10 @@ from hf_distca.cli.options import (
     check_writable,
     config_of,
     nodes_of_ranks,
+    number,
     plan_settings_of,
     positive,
     sequences,
-    servers,
     wrapped,
     write,
 )
@@ -34,6 +36,7 @@ from hf_distca.cli.sources import (
 from hf_distca.config import DistCAConfig
 from hf_distca.planner.padding import PlannedPadding, plan_padded
 from hf_distca.planner.settings import Choices, PlanSettings
+from hf_distca.pool.simulation import with_servers
 from hf_distca.predict.profile import DeviceProfile
 from hf_distca.predict.setup import Setup
 from hf_distca.predict.shapes import MODELS, ModelShape
@@ -71,6 +74,7 @@ IN_TRANSFORMERS = "* transformers, accelerate or TRL run it on packed documents.
 """Mark of strategies in the table, and its meaning."""
 TABLE_WIDTH = 100
 """Columns of a terminal that hold a table without broken lines."""
+SERVERS = number(FROM_ZERO, minimum=0, maximum=MOST_RANKS, why=": planning would not end in time")
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -95,6 +99,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         default=1,
         metavar="G",
         help="GPUs that share each layer (default: 1)",
+    )
+    servers = number(
+        FROM_ZERO, minimum=0, maximum=MOST_RANKS, why=": planning would not end in time"
     )
     servers_help = "simulate M dedicated attention servers too (default: 0)"
     add("--servers", type=servers, default=0, metavar="M", help=servers_help)
@@ -165,7 +172,12 @@ def run(options: argparse.Namespace) -> None:
             memory = gpu_memory(setup, read_config(options.model), settings, config)
         padded = [] if options.padded is None else _padded(options, setup, settings)
         result = simulate(
-            drawn, setup, settings, count=options.batches, servers=options.servers, memory=memory
+            drawn,
+            setup,
+            settings,
+            count=options.batches,
+            others=[with_servers(options.servers, setup, settings)] if options.servers else [],
+            memory=memory,
         )
     except ValueError as error:
         raise InputError(str(error)) from error

@@ -11,10 +11,8 @@ from functools import partial
 import numpy as np
 
 from hf_distca.plan import MicroBatchPlan
-from hf_distca.plan.cost import Workers
 from hf_distca.planner.bin_packing import Bins, largest_first
 from hf_distca.planner.micro_batch import plan_micro_batch
-from hf_distca.planner.servers import plan_with_servers
 from hf_distca.planner.settings import Choices, PlanSettings
 from hf_distca.predict.counts import count_nano_batches
 from hf_distca.predict.mixing import count_cuts
@@ -22,7 +20,6 @@ from hf_distca.predict.setup import Setup
 from hf_distca.predict.walk import Walked, document_seconds, predict_step
 from hf_distca.sim.groups import ONE_RANK, Documents, Group
 from hf_distca.sim.lengths import IntArray
-from hf_distca.units import counted
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,7 +46,7 @@ class Strategy:
     step: Callable[[IntArray], tuple[StepTime, MicroBatchPlan | None]]
     group: Group = ONE_RANK
     document_layout: str | None = None  # None if nothing is planned
-    servers: int = 0
+    extra_gpus: int = 0  # besides those of the ranks
     # Whether transformers, accelerate or TRL run it on packed documents.
     in_transformers: bool = False
 
@@ -61,10 +58,10 @@ CHOSEN = "hf_distca, chosen"
 """Strategy that takes the fastest plan for each micro-batch, as training does by default."""
 
 
-def all_strategies(setup: Setup, settings: PlanSettings, servers: int) -> tuple[Strategy, ...]:
+def all_strategies(setup: Setup, settings: PlanSettings) -> tuple[Strategy, ...]:
     """Return all strategies that are compared.
 
-    Each planned strategy sets its own layout. One uses the servers, if there are any.
+    Each planned strategy sets its own layout.
     """
     # 1. Strategies without plans.
     strategies = [
@@ -72,9 +69,9 @@ def all_strategies(setup: Setup, settings: PlanSettings, servers: int) -> tuple[
         *_of_whole_documents(setup),
     ]
 
-    def add_planned(name: str, layout: str, plan_settings: PlanSettings, servers: int = 0) -> None:
-        step = partial(planned, setup=setup, settings=plan_settings, servers=servers)
-        strategies.append(Strategy(name, step, document_layout=layout, servers=servers))
+    def add_planned(name: str, layout: str, plan_settings: PlanSettings) -> None:
+        step = partial(planned, setup=setup, settings=plan_settings)
+        strategies.append(Strategy(name, step, document_layout=layout))
 
     # 2. Plans with each layout, and the plan that training would choose.
     layouts = ("whole",) if settings.document_layout == "whole" else ("fixed", "joint")
@@ -82,10 +79,6 @@ def all_strategies(setup: Setup, settings: PlanSettings, servers: int) -> tuple[
         add_planned(f"hf_distca, {layout}", layout, replace(settings, document_layout=layout))
     choices = Choices.beside(settings, setup.costs)
     add_planned(CHOSEN, "auto", replace(settings, choices=choices))
-    if servers:
-        layout = layouts[-1]
-        name = f"hf_distca, {layout}, {counted(servers, 'server')}"
-        add_planned(name, layout, replace(settings, document_layout=layout), servers)
     return tuple(strategies)
 
 
@@ -178,27 +171,24 @@ def whole_documents(lengths: IntArray, setup: Setup, group: Group = ONE_RANK) ->
 
 
 def planned(
-    lengths: IntArray, setup: Setup, settings: PlanSettings, servers: int = 0
+    lengths: IntArray, setup: Setup, settings: PlanSettings
 ) -> tuple[StepTime, MicroBatchPlan]:
     """Predict a step with planned core attention, and return its plan too.
 
     Settings have the kinds on a GPU.
     """
     plan = plan_micro_batch(lengths.tolist(), settings)
-    if servers:
-        plan = plan_with_servers(
-            plan, Workers.uniform(settings.ranks + servers), settings, ranks_serve=True
-        )
-    return step_of_plan(plan, setup, settings, servers), plan
+    return step_of_plan(plan, setup, settings), plan
 
 
-def step_of_plan(
-    plan: MicroBatchPlan, setup: Setup, settings: PlanSettings, servers: int = 0
-) -> StepTime:
-    """Predict a step of a plan."""
+def step_of_plan(plan: MicroBatchPlan, setup: Setup, settings: PlanSettings) -> StepTime:
+    """Predict a step of a plan, whose workers without rows are each on a node of its own."""
     costs = setup.costs
     nodes = list(settings.node_of_ranks)
-    nodes += [max(nodes) + 1 + server for server in range(servers)]
+    (workers,) = {
+        kind_plan.workers for nano in plan.nano_batches for kind_plan in nano.plans.values()
+    }
+    nodes += range(max(nodes) + 1, max(nodes) + 1 + workers - len(nodes))
     layouts = [nano_batch.layout for nano_batch in plan.nano_batches]
     counts = count_nano_batches(plan.nano_batches, settings.bytes_per_value, nodes)
 

@@ -147,7 +147,7 @@ class DistCAArguments(DistCAPaddedArguments):
         "datasets.IterableDataset is read by at most one process for each of its shards, and any "
         "other stream by one. Processes start as Python starts them, by fork before Python 3.14, "
         "or as dataloader_multiprocessing_context says; with 'spawn' and 'forkserver' the script's "
-        "code must stand under `if __name__ == \"__main__\":`. A batch that does not come within "
+        'code must stand under `if __name__ == "__main__":`. A batch that does not come within '
         "half of exchange_timeout ends the run.",
     )
     divided_streams: bool = setting(

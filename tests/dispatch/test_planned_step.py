@@ -31,8 +31,8 @@ from hf_distca.plan.cost import Workers
 from hf_distca.plan.metrics import loads_of
 from hf_distca.planner.layout import fixed_layout
 from hf_distca.planner.micro_batch import plan_micro_batch, plan_placed
-from hf_distca.planner.servers import local_tasks, plan_lost, plan_with_servers
 from hf_distca.planner.settings import PlanSettings
+from hf_distca.pool.planning import local_tasks, plan_lost, plan_with_servers
 from hf_distca.pool.server import ServedTasks
 from tests.models_and_batches import (
     CHUNK_BYTES,

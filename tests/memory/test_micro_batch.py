@@ -47,6 +47,7 @@ from hf_distca.plan import AttentionKind
 from hf_distca.plan.routes import make_routes
 from hf_distca.planner.micro_batch import plan_micro_batch
 from hf_distca.planner.settings import PlanSettings
+from hf_distca.pool.simulation import with_servers
 from hf_distca.predict.profile import DeviceProfile
 from hf_distca.predict.setup import Setup
 from hf_distca.predict.shapes import CHUNK, ModelShape
@@ -546,7 +547,8 @@ def test_buffers_are_those_that_ranks_take(rank_pools, ranks, ranks_per_node, le
 SHAPE = ModelShape.llama(2, 64, 160, 4, 2, 100, head_dim=16)
 SETTINGS = PlanSettings(2, 1024, kinds=tuple(SHAPE.layers))
 SETUP = Setup(SHAPE, DeviceProfile.load("h100"), 2, 1024)
-PLAIN, WHOLE, ULYSSES, CONTEXT, FIXED, JOINT, CHOSEN, SERVERS = all_strategies(SETUP, SETTINGS, 1)
+PLAIN, WHOLE, ULYSSES, CONTEXT, FIXED, JOINT, CHOSEN = all_strategies(SETUP, SETTINGS)
+SERVERS = with_servers(1, SETUP, SETTINGS)
 
 
 def memory_of(of_plans=SETTINGS, **changes):

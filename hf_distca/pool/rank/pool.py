@@ -27,10 +27,10 @@ from hf_distca.dispatch.rows import take
 from hf_distca.kernels import AttentionParams
 from hf_distca.kernels.speed import measure_speed
 from hf_distca.plan import AttentionKind, MicroBatchPlan, Plan
-from hf_distca.planner.servers import plan_lost, plan_with_servers
 from hf_distca.planner.settings import PlanSettings
 from hf_distca.pool.directory import Directory
 from hf_distca.pool.messages import Call, ServerHello, plan_tables
+from hf_distca.pool.planning import plan_lost, plan_with_servers
 from hf_distca.pool.rank.link import Answer, ServerLink
 from hf_distca.pool.rank.speeds import OBSERVED, Speeds, observe
 from hf_distca.pool.transport import Memory, rank_hello

@@ -46,7 +46,7 @@ class Fate(TrainerCallback):
 
     def on_step_begin(self, args: Any, state: Any, *_args: Any, **_kwargs: Any) -> None:
         """Start the server before its step, and kill it after its last one."""
-        pool = self.trainer.pool
+        pool: Any = self.trainer.dispatcher.remote
         if state.global_step == JOINS:
             command = [
                 sys.executable,
@@ -94,8 +94,8 @@ def train(setting: Setting, fate: Fate | None, folder: str, **options: Any) -> l
     if fate is not None:
         fate.trainer = trainer
     trainer.train()
-    if trainer.pool is not None:
-        trainer.pool.close()
+    if trainer.dispatcher.remote is not None:
+        trainer.dispatcher.remote.close()
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
 

@@ -163,9 +163,8 @@ def trained_while_servers_come_and_go(folder, port):
     for options in ({}, {**serving, "ranks_serve": False, "attention_server_timeout": 77.0}):
         trainer = make_trainer(str(folder), max_steps=8, **options)
         if options:
-            assert trainer.pool is trainer.dispatcher.remote
-            assert trainer.pool.ranks_serve is False
-            assert trainer.pool.timeout_s == 77.0
+            assert trainer.dispatcher.remote.ranks_serve is False
+            assert trainer.dispatcher.remote.timeout_s == 77.0
             if dist.get_rank() == 0:
                 trainer.add_callback(coming)
         trainer.train()

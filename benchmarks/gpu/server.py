@@ -54,11 +54,11 @@ class Fate(TrainerCallback):
                 "hf_distca.cli.main",
                 "serve",
                 "--join",
-                args.attention_server_address,
+                args.attention_servers.address,
             ]
             command += [
                 "--token-file",
-                args.attention_server_token_file,
+                args.attention_servers.token_file,
                 "--device",
                 str(args.device),
             ]
@@ -112,10 +112,12 @@ def check_server(setting: Setting) -> Findings:
                 setting,
                 fate,
                 folder,
-                attention_servers="external",
-                attention_server_address=f"127.0.0.1:{free_port()}",
-                attention_server_token_file=str(Path(folder, "token")),
-                attention_server_timeout=TIMEOUT_S,
+                attention_servers={
+                    "count": "external",
+                    "address": f"127.0.0.1:{free_port()}",
+                    "token_file": str(Path(folder, "token")),
+                    "timeout": TIMEOUT_S,
+                },
             )
         finally:
             fate.close()

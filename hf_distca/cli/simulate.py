@@ -100,11 +100,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         metavar="G",
         help="GPUs that share each layer (default: 1)",
     )
-    servers = number(
-        FROM_ZERO, minimum=0, maximum=MOST_RANKS, why=": planning would not end in time"
-    )
     servers_help = "simulate M dedicated attention servers too (default: 0)"
-    add("--servers", type=servers, default=0, metavar="M", help=servers_help)
+    add("--servers", type=SERVERS, default=0, metavar="M", help=servers_help)
     checkpointing_help = (
         "gradient checkpointing: run layers again in the backward pass (default: on)"
     )

@@ -1,7 +1,6 @@
 """Build a dispatcher for the trainer and for custom training loops."""
 
 import logging
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -51,8 +50,6 @@ ONE_RANK = (
     "examples/configs/ddp.yaml --num_processes N starts N of them"
 )
 """Warning of a training that this library cannot make faster."""
-OF_ONE_RANK = ("attention_server_address", "attention_server_token_file")
-"""Settings that only rank 0 uses."""
 
 
 def make_dispatcher(
@@ -114,7 +111,7 @@ def make_dispatcher(
         mesh,
         exchange_timeout=config.exchange_timeout,
     )
-    if dispatcher.groups.members == [0] and config.attention_servers == 0:
+    if dispatcher.groups.members == [0] and not config.remote_workers:
         logger.warning(ONE_RANK)
     dispatcher.limits = model_limits(model)
     if checkpointed is None:
@@ -182,9 +179,7 @@ def _check_same_settings(config: DistCAConfig) -> None:
 
     A collective of the world.
     """
-    names = [field.name for field in fields(DistCAConfig) if field.name not in OF_ONE_RANK]
-    settings = {name: getattr(config, name) for name in names}
-    difference = first_difference(gather_in_world(settings, config.exchange_timeout))
+    difference = first_difference(gather_in_world(config.of_all_ranks(), config.exchange_timeout))
     if difference:
         name, values_by_rank = difference
         raise Run.DIFFERENT_ARGUMENTS.error(name=name, by_rank=values_by_rank)

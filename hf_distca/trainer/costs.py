@@ -66,8 +66,8 @@ def choices_of(
             None if config.device_profile is None else DeviceProfile.load(config.device_profile)
         )
     chooses = config.chooses or profile_of_file is not None
-    # With dedicated servers, every plan is balanced again for the servers that are present.
-    if not chooses or settings.ranks == 1 or config.attention_servers != 0:
+    # With remote workers, every plan is balanced again for those that are present.
+    if not chooses or settings.ranks == 1 or config.remote_workers:
         return None
     setup = Setup(
         model_shape(model),

@@ -16,7 +16,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, EvalLoopOutput
 
 from hf_distca.dispatch.dispatcher import Dispatcher
 from hf_distca.plan import MicroBatchPlan
-from hf_distca.pool.launch import TOKEN_FILE, open_pool
+from hf_distca.pool.launch import open_pool
 from hf_distca.trainer import parallel, resuming
 from hf_distca.trainer.arguments import DistCAPaddedArguments
 from hf_distca.trainer.assembly import prepare_trainer
@@ -86,9 +86,9 @@ class PlannedTraining(_Trainer):
         args = self.args
         follow_log_level(args)
         self.dispatcher = dispatcher = prepare_trainer(self, packs=self.packs_documents)
-        if args.attention_servers != 0:
-            token_file = args.attention_server_token_file or f"{args.output_dir}/{TOKEN_FILE}"
-            open_pool(dispatcher, args, args.attention_server_launch, token_file)
+        if args.remote_workers:
+            folder = Path(str(args.output_dir))
+            open_pool(dispatcher, args.attention_servers, args.attention_server_launch, folder)
         self.meter = StepMeter(dispatcher, self.model, args.world_size)
         self.add_callback(self.meter)
         self._continuation = Continuation()

@@ -24,7 +24,7 @@ from hf_distca.planner.micro_batch import plan_micro_batch
 from hf_distca.planner.settings import PlanSettings
 from hf_distca.pool.messages import End, RankHello, RankWelcome, Reply, ServerHello
 from hf_distca.pool.rank.link import ServerLink
-from hf_distca.pool.rank.pool import Pool
+from hf_distca.pool.rank.pool import FIGURES, Pool
 from hf_distca.pool.transport import Memory
 from hf_distca.pool.wire import LinkLost, MismatchError
 from tests.pool.ends import CPU, SLIM, TOKEN, channels, make_call, message, wait_until
@@ -269,6 +269,7 @@ def other_rank(changed, **methods):
 def test_results_come_by_name_and_what_they_took_is_recorded(make_pool):
     pool = make_pool(7)
     assert (pool.present, pool.figures()) == (1, {"attention_servers": 1})
+    assert pool.figures().keys() == FIGURES.keys()
     plan, at_servers = pool.bind(plan_micro_batch([64], SETTINGS), SETTINGS)
     server_rows = RemoteRows(
         0, make_routes(plan.nano_batches[0].plans[SLIM], 0), 1, IndexBuffer(CPU)

@@ -6,6 +6,7 @@ from dataclasses import asdict
 
 import pytest
 from transformers import HfArgumentParser
+from trl import TrlParser
 
 from hf_distca import DistCAConfig, DistCATrainingArguments
 from hf_distca.server_settings import AttentionServers
@@ -99,6 +100,8 @@ def test_settings_on_the_command_line_and_in_yaml(tmp_path, capsys):
         assert config.attention_servers == servers
     file.write_text("attention_servers: {count: external, address: '10.0.0.1:7000'}\n")
     (config,) = parser.parse_yaml_file(str(file))
+    assert config.attention_servers == AttentionServers("external", address="10.0.0.1:7000")
+    (config,) = TrlParser((DistCAConfig,)).parse_args_and_config(["--config", str(file)])
     assert config.attention_servers == AttentionServers("external", address="10.0.0.1:7000")
     with pytest.raises(SystemExit):
         parser.parse_args_into_dataclasses(["--tokens_per_rank", "32q"])

@@ -182,13 +182,14 @@ def planned(
 
 
 def step_of_plan(plan: MicroBatchPlan, setup: Setup, settings: PlanSettings) -> StepTime:
-    """Predict a step of a plan, whose workers without rows are each on a node of its own."""
+    """Predict a step of a plan, whose remote workers are each on a node of its own."""
     costs = setup.costs
     nodes = list(settings.node_of_ranks)
     (workers,) = {
         kind_plan.workers for nano in plan.nano_batches for kind_plan in nano.plans.values()
     }
-    nodes += range(max(nodes) + 1, max(nodes) + 1 + workers - len(nodes))
+    first_node = max(nodes) + 1
+    nodes += [first_node + index for index in range(workers - settings.ranks)]
     layouts = [nano_batch.layout for nano_batch in plan.nano_batches]
     counts = count_nano_batches(plan.nano_batches, settings.bytes_per_value, nodes)
 

@@ -180,6 +180,21 @@ def test_servers_take_their_share_of_planned_attention():
     assert helped.seconds < alone.seconds
 
 
+def test_a_server_is_on_a_node_of_its_own():
+    # Ranks with equal documents exchange nothing: all rows go to the server, over its one link.
+    slow = replace(FREE, within=LinkCost(0, 1.0), between=LinkCost(0, 1.0))
+    seconds = []
+    for ranks_per_node in (1, 2):
+        setup = replace(
+            SETUP, profile=replace(PROFILE, exchange=slow), ranks_per_node=ranks_per_node
+        )
+        settings = replace(SETTINGS, ranks_per_node=ranks_per_node)
+        step, plan = with_servers(1, setup, settings).step(np.array([8, 8]))
+        assert plan.summary.exchange.bytes_total > 0
+        seconds.append(step.seconds)
+    assert seconds[0] == seconds[1]
+
+
 @pytest.mark.parametrize(("ranks_per_node", "place"), [(2, "within"), (1, "between")])
 def test_planned_steps_take_the_exchange_and_no_collectives(ranks_per_node, place):
     slow = replace(FREE, **{place: LinkCost(1e4, np.inf)})  # nothing hides it

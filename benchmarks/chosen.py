@@ -58,7 +58,7 @@ def run_of(ranks_per_node: int, network: float) -> RunSpec:
 def compared(lengths: IntArray, run: RunSpec) -> float:
     """Time of the best other strategy over the chosen plan's, inf where none fits."""
     others = []
-    for way in all_strategies(run, servers=0):
+    for way in all_strategies(run):
         if way.document_layout is None:
             step, _ = way.step(lengths)
             if not step.documents_cut and step.tokens_most <= TOKENS:

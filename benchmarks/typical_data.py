@@ -64,11 +64,7 @@ def simulated(draw: Draw, ranks: int, count: int) -> tuple[Steps, list[str]]:
     names of the strategies that transformers, accelerate or TRL run.
     """
     run = simulated_run(LLAMA_8B, ranks, TOKENS_PER_RANK, RANKS_PER_NODE)
-    ways = [
-        way
-        for way in all_strategies(run, servers=0)
-        if way.document_layout is None or way.name == CHOSEN
-    ]
+    ways = [way for way in all_strategies(run) if way.document_layout is None or way.name == CHOSEN]
     runs = [way.name for way in ways if way.in_transformers]
     batches = list(islice(micro_batches(draw, ranks * TOKENS_PER_RANK, seed=0), count))
     busiest = {BUSIEST: [busiest_packed(lengths, run) for lengths in batches]}

@@ -1,41 +1,34 @@
 """All settings of hf_distca in one dataclass."""
 
 import os
-from dataclasses import dataclass, field, fields
-from math import isfinite
-from numbers import Integral, Real
+from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args
 
 from hf_distca.kernel_names import KERNEL_NAMES
 from hf_distca.refusal import RefusedError
+from hf_distca.server_settings import Servers, read_servers
 from hf_distca.units import (
     AUTO,
     Bytes,
     BytesOrAuto,
     RowsOrAuto,
-    Servers,
     Switch,
     TokensOrAuto,
     Tolerance,
+    check_values,
     read_values,
+    setting,
 )
 
 DOCUMENT_LAYOUTS = (AUTO, "fixed", "whole")
-TRANSPORTS = (AUTO, "tcp", "nixl")
 LongDocuments = Literal["error", "truncate", "split"]
 ZERO = {
     "loss_chunk_bytes": "all logits at once",
     "mlp_chunk_rows": "all rows at once",
     "trace_steps": "no trace",
-    "attention_servers": "all processes train",
     "balance_tolerance": "whole rows",
 }
 """Meaning of 0 for the settings that may be 0; all other numbers must be positive."""
-
-
-def setting(default: Any, help: str, **metadata: Any) -> Any:
-    """Return a field with a default, a help text and `choices`, as HfArgumentParser reads them."""
-    return field(default=default, metadata={"help": help, **metadata})
 
 
 @dataclass
@@ -178,30 +171,8 @@ class DistCAConfig:
         0,
         "Experimental: dedicated attention servers. A number N makes the last N processes of this "
         "launch servers, and the others train. 'external' lets servers started with `hf-distca "
-        "serve` join and leave at any time.",
-    )
-    ranks_serve: bool = setting(
-        True, "Let ranks compute core attention too while there are dedicated attention servers."
-    )
-    attention_server_address: str = setting(
-        "127.0.0.1:0",
-        "HOST:PORT on which rank 0 accepts attention servers. Port 0 takes a free port and logs "
-        "it. Only servers that know the run's token are accepted, but nothing is encrypted.",
-    )
-    attention_server_token_file: str | None = setting(
-        None,
-        "File with the token that external servers need. It is made if it does not exist. None is "
-        "attention_server_token in output_dir.",
-    )
-    attention_server_timeout: float = setting(
-        60.0, "Seconds until an attention server that does not answer counts as lost."
-    )
-    attention_server_transport: str = setting(
-        "auto",
-        "Experimental: transport of rows to attention servers and back: tcp, nixl or auto. nixl "
-        "must be installed on both ends. auto is nixl where both ends have it and an RDMA device, "
-        "and tcp elsewhere.",
-        choices=TRANSPORTS,
+        "serve` join and leave at any time. A dictionary, as JSON on a command line, sets more: "
+        "count (the number or 'external'), ranks_serve, address, token_file, timeout, transport.",
     )
 
     @property
@@ -210,39 +181,36 @@ class DistCAConfig:
         return 8192
 
     def __post_init__(self) -> None:
-        read_values(self)
+        read_values(self, read_servers)
         tokens: int | str = self.tokens_per_rank
         if tokens == AUTO:
             self.tokens_per_rank = self.default_tokens_per_rank
-        for name in ("device_profile", "attention_server_token_file"):
-            if isinstance(path := getattr(self, name), os.PathLike):
-                setattr(self, name, os.fspath(path))
+        if isinstance(self.device_profile, os.PathLike):
+            self.device_profile = os.fspath(self.device_profile)
         self.ranks_per_node = _ranks_per_node(self.ranks_per_node)
-        for setting in fields(DistCAConfig):
-            name = setting.name
-            value = getattr(self, setting.name)
-            valid = setting.metadata.get("choices")
-            if valid and value not in valid:
-                raise RefusedError(f"{name} must be one of {list(valid)}, got {value!r}")
-            is_number = isinstance(value, Real) and not isinstance(value, bool)
-            if setting.type is float and not (is_number and isfinite(value)):
-                raise RefusedError(f"{name} must be a finite number, got {value!r}")
-            if setting.type is int and not (is_number and isinstance(value, Integral)):
-                raise RefusedError(f"{name} must be a whole number, got {value!r}")
-            if setting.type is bool and not isinstance(value, bool):
-                raise RefusedError(f"{name} must be true or false, got {value!r}")
-            # HfArgumentParser leaves only `str` of `str | None`.
-            may_be_none = value is None and setting.default is None
-            if setting.type in (str, str | None) and not (isinstance(value, str) or may_be_none):
-                raise RefusedError(f"{name} must be text, got {value!r}")
-            if is_number and (value < 0 or (value == 0 and name not in ZERO)):
-                expected = f"0 ({ZERO[name]}) or more" if name in ZERO else "positive"
-                raise RefusedError(f"{name} must be {expected}, got {value!r}")
+        check_values(self, DistCAConfig, ZERO)
+
+    @property
+    def remote_workers(self) -> bool:
+        """Whether processes besides the ranks may compute core attention, and come and go."""
+        return self.attention_servers.count != 0
+
+    @property
+    def why_nothing_is_compared(self) -> str:
+        """Reason for a log in which the planner compares no plans."""
+        if self.remote_workers:
+            return "attention servers may come and go"
+        return "none of them is 'auto'"
+
+    def of_all_ranks(self) -> dict[str, Any]:
+        """Return the settings that every rank needs alike, by name."""
+        settings = {setting.name: getattr(self, setting.name) for setting in fields(DistCAConfig)}
+        return {**settings, "attention_servers": self.attention_servers.of_all_ranks()}
 
     def planning(self, ranks: int, ranks_per_node: int | tuple[int, ...] = 1) -> dict[str, Any]:
         """Return the settings on which plans depend, by their names in PlanSettings.
 
-        Ping-pong is off on one rank without dedicated servers, because nothing is exchanged.
+        Ping-pong is off on one rank without remote workers, because nothing is exchanged.
 
         Args:
             ranks: number of ranks that train together.
@@ -259,7 +227,7 @@ class DistCAConfig:
             "balance_tolerance": self.balance_tolerance,
             "balance_block_size": self.balance_block_size,
             "exchange_buffer_bytes": self.exchange_buffer_bytes,
-            "ping_pong": self.ping_pong if ranks > 1 or self.attention_servers != 0 else False,
+            "ping_pong": self.ping_pong if ranks > 1 or self.remote_workers else False,
             "ranks_per_node": ranks_per_node,
         }
 

@@ -1,13 +1,15 @@
-"""Read values, and write numbers with their nouns, as people write them.
+"""Read and check values of settings, and write numbers with their nouns, as people write them.
 
 Values are tokens such as "32k", bytes such as "128MiB", and on, off or "auto".
 """
 
 import re
 from argparse import ArgumentTypeError
-from dataclasses import fields
+from collections.abc import Callable, Mapping
+from dataclasses import field, fields
 from decimal import Decimal
-from math import inf
+from math import inf, isfinite
+from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any, Final, Generic, Literal, TypeVar
 
 from hf_distca.refusal import RefusedError
@@ -19,8 +21,6 @@ SWITCHED = {"true": True, "yes": True, "1": True, "false": False, "no": False, "
 BYTES = {"": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "kb": 10**3, "mb": 10**6, "gb": 10**9}
 AUTO: Final = "auto"
 """Value that lets the library choose."""
-EXTERNAL: Final = "external"
-"""Value for attention servers that are started separately."""
 
 
 def counted(count: int, noun: str, plural: str = "") -> str:
@@ -32,19 +32,56 @@ class UnitError(ArgumentTypeError, RefusedError):
     """Error of a value that cannot be read; argparse shows the message."""
 
 
-def read_values(settings: Any) -> None:
+def setting(default: Any, help: str, **metadata: Any) -> Any:
+    """Return a field with a default, a help text and `choices`, as HfArgumentParser reads them."""
+    return field(default=default, metadata={"help": help, **metadata})
+
+
+def read_values(settings: Any, *readers: Callable[[Any], Any]) -> None:
     """Replace field values of a settings dataclass by the read values of the fields' types.
+
+    Args:
+        readers: types that read values, besides those of this module.
 
     Raises:
         UnitError: a value cannot be read; names the field and what is expected.
     """
-    for field in fields(settings):
-        if field.type in _READERS:
+    for setting in fields(settings):
+        if setting.type in (*_READERS, *readers):
             try:
-                read_value: Any = field.type
-                setattr(settings, field.name, read_value(getattr(settings, field.name)))
+                read_value: Any = setting.type
+                setattr(settings, setting.name, read_value(getattr(settings, setting.name)))
             except UnitError as error:
-                raise UnitError(f"{field.name} {error}") from None
+                raise UnitError(f"{setting.name} {error}") from None
+
+
+def check_values(settings: Any, kind: type, zero: Mapping[str, str]) -> None:
+    """Raise RefusedError unless values fit the types and choices of the fields of a dataclass.
+
+    Args:
+        kind: the dataclass, or a base class of it whose fields alone are checked.
+        zero: meaning of 0 for the fields that may be 0; all other numbers must be positive.
+    """
+    for setting in fields(kind):
+        name = setting.name
+        value = getattr(settings, setting.name)
+        valid = setting.metadata.get("choices")
+        if valid and value not in valid:
+            raise RefusedError(f"{name} must be one of {list(valid)}, got {value!r}")
+        is_number = isinstance(value, Real) and not isinstance(value, bool)
+        if setting.type is float and not (is_number and isfinite(value)):
+            raise RefusedError(f"{name} must be a finite number, got {value!r}")
+        if setting.type is int and not (is_number and isinstance(value, Integral)):
+            raise RefusedError(f"{name} must be a whole number, got {value!r}")
+        if setting.type is bool and not isinstance(value, bool):
+            raise RefusedError(f"{name} must be true or false, got {value!r}")
+        # HfArgumentParser leaves only `str` of `str | None`.
+        may_be_none = value is None and setting.default is None
+        if setting.type in (str, str | None) and not (isinstance(value, str) or may_be_none):
+            raise RefusedError(f"{name} must be text, got {value!r}")
+        if is_number and (value < 0 or (value == 0 and name not in zero)):
+            expected = f"0 ({zero[name]}) or more" if name in zero else "positive"
+            raise RefusedError(f"{name} must be {expected}, got {value!r}")
 
 
 def read_tokens(value: Any) -> int:
@@ -71,10 +108,9 @@ def _read_rows_or_auto(value: Any) -> int | Literal["auto"]:
     return AUTO if value == AUTO else _number(value, {"": 1}, f"a number of rows or {AUTO!r}")
 
 
-def _read_servers(value: Any) -> int | Literal["external"]:
-    if value == EXTERNAL:
-        return EXTERNAL
-    return _number(value, {"": 1}, f"a number of processes or {EXTERNAL!r}")
+def read_whole_number(value: Any, expected: str) -> int:
+    """Return a whole number from 2 or "2"; `expected` says what else the value may be."""
+    return _number(value, {"": 1}, expected)
 
 
 def _read_tolerance(value: Any) -> float | Literal["auto"]:
@@ -121,7 +157,6 @@ _READERS: list[Any] = [
     _read_bytes,
     _read_bytes_or_auto,
     _read_rows_or_auto,
-    _read_servers,
     _read_tolerance,
     _read_switch,
 ]
@@ -140,11 +175,10 @@ if TYPE_CHECKING:
     Bytes = Read[int, int | str]
     BytesOrAuto = Read[int | Literal["auto"], int | str]
     RowsOrAuto = Read[int | Literal["auto"], int | str]
-    Servers = Read[int | Literal["external"], int | str]
     Tolerance = Read[float | Literal["auto"], float | str]
     Switch = Read[bool | Literal["auto"], bool | str]
 else:
     # HfArgumentParser calls the type of a field with what is on the command line.
-    TokensOrAuto, Bytes, Servers = _read_tokens_or_auto, _read_bytes, _read_servers
+    TokensOrAuto, Bytes = _read_tokens_or_auto, _read_bytes
     BytesOrAuto, RowsOrAuto = _read_bytes_or_auto, _read_rows_or_auto
     Tolerance, Switch = _read_tolerance, _read_switch

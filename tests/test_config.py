@@ -1,9 +1,15 @@
 """Settings as users write them: in Python, on the command line, in YAML."""
 
+import json
+import pickle
+from dataclasses import asdict
+
 import pytest
 from transformers import HfArgumentParser
+from trl import TrlParser
 
-from hf_distca import DistCAConfig
+from hf_distca import DistCAConfig, DistCATrainingArguments
+from hf_distca.server_settings import AttentionServers
 
 TOKENS = {
     8192: 8192,
@@ -29,7 +35,14 @@ READ = {
     "exchange_buffer_bytes": BYTES,
     "loss_chunk_bytes": {**BYTES, "auto": "auto", 0: 0},
     "ranks_per_node": NODES,
-    "attention_servers": {0: 0, "2": 2, "external": "external"},
+    "attention_servers": {
+        0: AttentionServers(),
+        "2": AttentionServers(2),
+        "external": AttentionServers("external"),
+        ' {"count": "3", "timeout": 5}': AttentionServers(3, timeout=5),
+        (("count", 1), ("ranks_serve", False)): AttentionServers(1, ranks_serve=False),
+        AttentionServers(2): AttentionServers(2),
+    },
     "ping_pong": {"auto": "auto", True: True, "true": True, "False": False, "0": False},
     "balance_tolerance": {"auto": "auto", 0.05: 0.05, "0.05": 0.05, 0: 0.0},
 }
@@ -40,6 +53,8 @@ READ = {
     [(name, value, setting) for name, values in READ.items() for value, setting in values.items()],
 )
 def test_values_that_are_read(name, value, setting):
+    if name == "attention_servers" and isinstance(value, tuple):
+        value = dict(value)
     read = getattr(DistCAConfig(**{name: value}), name)
     assert read == setting
     assert type(read) is type(setting)
@@ -77,15 +92,48 @@ def test_settings_on_the_command_line_and_in_yaml(tmp_path, capsys):
     assert parser.parse_yaml_file(str(file))[0].ranks_per_node == "8,8,4"
     options = [word for name, value in written.items() for word in (f"--{name}", value)]
     assert parser.parse_args_into_dataclasses(options) == (expected,)
-    assert (
-        parser.parse_args_into_dataclasses(["--attention_servers", "2"])[0].attention_servers == 2
-    )
+    for text, servers in (
+        ("2", AttentionServers(2)),
+        ('{"count": 2, "ranks_serve": false}', AttentionServers(2, ranks_serve=False)),
+    ):
+        (config,) = parser.parse_args_into_dataclasses(["--attention_servers", text])
+        assert config.attention_servers == servers
+    file.write_text("attention_servers: {count: external, address: '10.0.0.1:7000'}\n")
+    (config,) = parser.parse_yaml_file(str(file))
+    assert config.attention_servers == AttentionServers("external", address="10.0.0.1:7000")
+    (config,) = TrlParser((DistCAConfig,)).parse_args_and_config(["--config", str(file)])
+    assert config.attention_servers == AttentionServers("external", address="10.0.0.1:7000")
     with pytest.raises(SystemExit):
         parser.parse_args_into_dataclasses(["--tokens_per_rank", "32q"])
     assert (
         "argument --tokens_per_rank/--tokens-per-rank: must be a number of tokens"
         in capsys.readouterr().err
     )
+
+
+@pytest.mark.parametrize(
+    "plain", [0, 2, "external", {"count": 2, "timeout": 5.0, "transport": "tcp"}]
+)
+def test_settings_of_servers_travel_with_arguments(plain, tmp_path):
+    config = DistCAConfig(attention_servers=plain)
+    assert DistCAConfig(**asdict(config)) == pickle.loads(pickle.dumps(config)) == config
+    # A server only serves with its arguments, and a rank divides its launch: this is neither.
+    arguments = DistCATrainingArguments(str(tmp_path), use_cpu=True)
+    arguments.attention_servers = config.attention_servers
+    assert json.loads(arguments.to_json_string())["attention_servers"] == plain
+    assert DistCAConfig(attention_servers=arguments.to_dict()["attention_servers"]) == config
+    assert pickle.loads(pickle.dumps(arguments)).attention_servers == config.attention_servers
+    sanitized = arguments.to_sanitized_dict()["attention_servers"]
+    assert sanitized == (str(plain) if isinstance(plain, dict) else plain)
+
+
+def test_ranks_need_the_settings_of_servers_alike_but_for_what_rank_0_alone_uses():
+    servers = {"count": "external", "address": "10.0.0.1:7000", "token_file": "token"}
+    here = DistCAConfig(attention_servers=servers)
+    assert here.of_all_ranks() == DistCAConfig(attention_servers="external").of_all_ranks()
+    for changes in ({"timeout": 5}, {"ranks_serve": False}, {"transport": "tcp"}, {"count": 0}):
+        other = DistCAConfig(attention_servers={**servers, **changes})
+        assert here.of_all_ranks() != other.of_all_ranks()
 
 
 def test_what_the_planner_chooses():

@@ -834,7 +834,10 @@ NODES_MESSAGE = (
     "ranks_per_node must be one number of ranks, a number for each node such as '8,8,4', or "
     "'auto', got …"
 )
-SERVERS_MESSAGE = "attention_servers must be a number of processes or 'external', got …"
+SERVERS_MESSAGE = (
+    "attention_servers must be a number of processes or 'external', or a dictionary with the "
+    "member 'count', got …"
+)
 SETTINGS: dict[str, tuple[Any, ...]] = {
     TOKENS_MESSAGE: ("", "k", "32q", "32kB", "0.3k", "1e4", 8192.0, True, None, [8192]),
     "tokens_per_rank must be positive, got 0": (0,),
@@ -863,15 +866,30 @@ SETTINGS: dict[str, tuple[Any, ...]] = {
         [8, "x"],
         "all",
     ),
-    SERVERS_MESSAGE: ("many", 1.0, True, None, "1k"),
-    "attention_servers must be 0 (all processes train) or more, got -1": (-1, "-1"),
+    SERVERS_MESSAGE: ("many", 1.0, True, None, "1k", [2], {"count": "many"}, '{"count": null}'),
+    "attention_servers must be 0 (all processes train) or more, got …": (-1, "-1", {"count": -1}),
     "balance_block_size must be positive, got 0": (0,),
     "balance_block_size must be a whole number, got …": (128.5, "128", None, True),
     "mlp_chunk_rows must be a number of rows or 'auto', got …": (1.5, None, "16k", "many"),
     "exchange_timeout must be a finite number, got …": ("60", None, True, inf, nan),
     "share_prefixes must be true or false, got …": ("no", "false", None, 1),
     "device_profile must be text, got …": (3, True),
-    "attention_server_address must be text, got …": (None, 3),
+    "attention_servers has no member 'adress'; the members are count, ranks_serve, address, "
+    "token_file, timeout, transport": ({"count": 1, "adress": "x:1"}, '{"adress": "x:1"}'),
+    "attention_servers lacks the member 'count', a number of processes or 'external'; got …": (
+        {"timeout": 5},
+        {},
+        '{"address": "x:1"}',
+    ),
+    "attention_servers begins with a brace but is no JSON (…): …": ("{'count': 2}", "{"),
+    "attention_servers member address must be text, got …": (
+        {"count": 1, "address": None},
+        {"count": 1, "address": 3},
+    ),
+    "attention_servers member timeout must be positive, got 0": ({"count": 1, "timeout": 0},),
+    "attention_servers member ranks_serve must be true or false, got 'no'": (
+        {"count": 1, "ranks_serve": "no"},
+    ),
     "long_documents must be one of ['error', 'truncate', 'split'], got …": (
         "cut",
         "Truncate",
@@ -882,7 +900,10 @@ SETTINGS: dict[str, tuple[Any, ...]] = {
         ["joint"],
     ),
     "attention_kernel must be one of […], got 'flash_attention_2'": ("flash_attention_2",),
-    "attention_server_transport must be one of ['auto', 'tcp', 'nixl'], got …": ("rdma", None),
+    "attention_servers member transport must be one of ['auto', 'tcp', 'nixl'], got …": (
+        {"count": 1, "transport": "rdma"},
+        {"count": 1, "transport": None},
+    ),
     "ping_pong must be true, false or 'auto', got …": ("sometimes", 2),
     "balance_tolerance must be 0 or more (0.05 is 5 %), or 'auto', got …": (-0.1, "inf", None),
 }

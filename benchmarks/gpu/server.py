@@ -46,7 +46,7 @@ class Fate(TrainerCallback):
 
     def on_step_begin(self, args: Any, state: Any, *_args: Any, **_kwargs: Any) -> None:
         """Start the server before its step, and kill it after its last one."""
-        pool = self.trainer.pool
+        pool: Any = self.trainer.dispatcher.remote
         if state.global_step == JOINS:
             command = [
                 sys.executable,
@@ -54,11 +54,11 @@ class Fate(TrainerCallback):
                 "hf_distca.cli.main",
                 "serve",
                 "--join",
-                args.attention_server_address,
+                args.attention_servers.address,
             ]
             command += [
                 "--token-file",
-                args.attention_server_token_file,
+                args.attention_servers.token_file,
                 "--device",
                 str(args.device),
             ]
@@ -94,8 +94,8 @@ def train(setting: Setting, fate: Fate | None, folder: str, **options: Any) -> l
     if fate is not None:
         fate.trainer = trainer
     trainer.train()
-    if trainer.pool is not None:
-        trainer.pool.close()
+    if trainer.dispatcher.remote is not None:
+        trainer.dispatcher.remote.close()
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
 
@@ -112,10 +112,12 @@ def check_server(setting: Setting) -> Findings:
                 setting,
                 fate,
                 folder,
-                attention_servers="external",
-                attention_server_address=f"127.0.0.1:{free_port()}",
-                attention_server_token_file=str(Path(folder, "token")),
-                attention_server_timeout=TIMEOUT_S,
+                attention_servers={
+                    "count": "external",
+                    "address": f"127.0.0.1:{free_port()}",
+                    "token_file": str(Path(folder, "token")),
+                    "timeout": TIMEOUT_S,
+                },
             )
         finally:
             fate.close()

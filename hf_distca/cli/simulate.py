@@ -10,7 +10,9 @@ from typing import Any
 from hf_distca.cli import InputError
 from hf_distca.cli.names import MODEL_SOURCES, check_model
 from hf_distca.cli.options import (
+    FROM_ZERO,
     GB,
+    MOST_RANKS,
     RANKS_PER_NODE,
     READING_MODEL,
     add_planning_options,
@@ -18,10 +20,10 @@ from hf_distca.cli.options import (
     check_writable,
     config_of,
     nodes_of_ranks,
+    number,
     positive,
     run_of,
     sequences,
-    servers,
     wrapped,
     write,
 )
@@ -33,6 +35,7 @@ from hf_distca.cli.sources import (
 )
 from hf_distca.config import DistCAConfig
 from hf_distca.planner.padding import PlannedPadding, plan_padded
+from hf_distca.pool.simulation import with_servers
 from hf_distca.predict.profile import DeviceProfile
 from hf_distca.predict.shapes import MODELS, ModelShape
 from hf_distca.progress import TORCH_AND_TRANSFORMERS, importing, terminal_status
@@ -70,6 +73,7 @@ IN_TRANSFORMERS = "* transformers, accelerate or TRL run it on packed documents.
 """Mark of strategies in the table, and its meaning."""
 TABLE_WIDTH = 100
 """Columns of a terminal that hold a table without broken lines."""
+SERVERS = number(FROM_ZERO, minimum=0, maximum=MOST_RANKS, why=": planning would not end in time")
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -96,7 +100,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="GPUs that share each layer (default: 1)",
     )
     servers_help = "simulate M dedicated attention servers too (default: 0)"
-    add("--servers", type=servers, default=0, metavar="M", help=servers_help)
+    add("--servers", type=SERVERS, default=0, metavar="M", help=servers_help)
     checkpointing_help = (
         "gradient checkpointing: run layers again in the backward pass (default: on)"
     )
@@ -162,7 +166,13 @@ def run(options: argparse.Namespace) -> None:
         with terminal_status(READING_MODEL):
             memory = gpu_memory(run, read_config(options.model))
         padded = [] if options.padded is None else _padded(options, run)
-        result = simulate(drawn, run, count=options.batches, servers=options.servers, memory=memory)
+        result = simulate(
+            drawn,
+            run,
+            count=options.batches,
+            others=[with_servers(options.servers, run)] if options.servers else [],
+            memory=memory,
+        )
     except ValueError as error:
         raise InputError(str(error)) from error
     # 4. The result, as a file and in the terminal.

@@ -18,7 +18,7 @@ from hf_distca.dispatch.cuts import BoundCuts
 from hf_distca.dispatch.exchange import Exchange, Route, bound_route
 from hf_distca.dispatch.offload import OffloadedForward
 from hf_distca.dispatch.recorder import NO_ROWS, Recorder, Rows
-from hf_distca.dispatch.remote import RemotePlan, ServerRows
+from hf_distca.dispatch.remote import RemotePlan, RemoteRows
 from hf_distca.dispatch.rows import (
     ALL_ROWS,
     IndexBuffer,
@@ -48,7 +48,7 @@ from hf_distca.plan.stages import stage_slots
 Source = tuple[str, int]
 """Source of a part of a gradient, and the stage of its K/V rows.
 
-Sources are the tasks of a kernel call, "ranks" and "servers".
+Sources are the tasks of a kernel call, "ranks" and "remote".
 """
 RowsOfSources = dict[Source, IntArray]
 """For each source, the row of a gradient to which each of the source's rows is added."""
@@ -127,7 +127,7 @@ class BoundRoutes:
         forwards: whether any rank forwards K/V rows inside its node.
         gateway_sums: by stage, the sums of dK and dV of forwarded rows and of a gateway's copies.
         slots: by stage, the memory of its K/V rows.
-        servers: rows that travel to each server with tasks, and back.
+        remote: rows that travel to each remote worker with tasks, and back.
         tasks: tasks of each kernel call; calls without tasks are missing.
         merges: whether received queries read K/V rows in several calls.
         begins_with_no_keys: places whose queries have the result of no keys before any call.
@@ -140,7 +140,7 @@ class BoundRoutes:
         routes = make_routes(plan, rank)
         several_stages = len(routes.stages) > 1
 
-        # 1. Rows that travel between ranks, and to servers.
+        # 1. Rows that travel between ranks, and to remote workers.
         self._ranks = plan.layout.ranks
         self._peers = _forwarding_peers(plan, rank, routes)
         self.forwards = self._peers is not None
@@ -158,8 +158,8 @@ class BoundRoutes:
             ]
         self.slots = stage_slots(len(routes.stages), forwards=self.forwards)
         workers = np.unique(plan.tasks["worker"])
-        self.servers = tuple(
-            ServerRows(int(worker) - self._ranks, routes, self._ranks, buffer)
+        self.remote = tuple(
+            RemoteRows(int(worker) - self._ranks, routes, self._ranks, buffer)
             for worker in workers[workers >= self._ranks]
         )
 
@@ -196,7 +196,7 @@ class BoundRoutes:
                 windowed=plan.window is not None,
                 stages=len(routes.stages),
                 forwards=self.forwards,
-                servers=bool(self.servers),
+                remote_workers=bool(self.remote),
             )
             for direction in get_args(Direction)
         }
@@ -224,7 +224,7 @@ class BoundRoutes:
         totals as they come. With one stage all sources are added at once.
         """
         # 1. dQ: of received queries from remote-query tasks; of local ones from all other tasks,
-        #    from ranks and from servers. An exchange lists the rows of ranks first.
+        #    from ranks and from remote workers. An exchange lists the rows of ranks first.
         queries = routes.queries.send_rows
         to_ranks = sum(self.queries.sent)
         dq_of_received: RowsOfSources = {}
@@ -234,15 +234,15 @@ class BoundRoutes:
             sources[key] = tasks.q_rows
         dq_of_others: RowsOfSources = {("ranks", 0): queries[:to_ranks]}
 
-        # 2. dK of local rows: from local tasks, from ranks by stage, and from servers.
+        # 2. dK of local rows: from local tasks, from ranks by stage, and from remote workers.
         dk_of_tasks: RowsOfSources = {key: tasks.k_rows for key, tasks in local.items()}
         for number, (stage, route) in enumerate(zip(routes.stages, self.keys, strict=True)):
             dk_of_tasks["ranks", number] = stage.keys.send_rows[: sum(route.sent)]
-        dk_of_servers: RowsOfSources = {}
-        if self.servers:
-            dq_of_others["servers", 0] = queries[to_ranks:]
+        dk_of_remote: RowsOfSources = {}
+        if self.remote:
+            dq_of_others["remote", 0] = queries[to_ranks:]
             keys_to_ranks = sum(self.keys[0].sent)
-            dk_of_servers["servers", 0] = routes.stages[0].keys.send_rows[keys_to_ranks:]
+            dk_of_remote["remote", 0] = routes.stages[0].keys.send_rows[keys_to_ranks:]
 
         # 3. The sums, and those of received keys by stage.
         several_stages = len(routes.stages) > 1
@@ -255,7 +255,7 @@ class BoundRoutes:
         gradients: dict[tuple[str, Location | int], GradientSum] = {
             ("dq", "local"): total("local", dq_of_tasks, dq_of_others),
             ("dq", "received"): total("received", dq_of_received, {}),
-            ("dk", "local"): total("local", dk_of_tasks, dk_of_servers),
+            ("dk", "local"): total("local", dk_of_tasks, dk_of_remote),
         }
         for number, route in enumerate(self.keys):
             readers: RowsOfSources = {
@@ -272,7 +272,7 @@ class BoundRoutes:
 
         NO_ROWS if no rank sends rows to another.
         """
-        if transfer.rows == "servers":
+        if transfer.rows == "remote":
             return NO_ROWS
         route = self.queries if transfer.rows == "queries" else self.keys[transfer.stage]
         peers: IntArray | slice | None = slice(None)
@@ -403,8 +403,8 @@ class BoundNanoBatch:
     def repair(
         self, kind: AttentionKind, lost: frozenset[int], remote: RemotePlan | None
     ) -> BoundRoutes:
-        """Return the routes by which the ranks compute the tasks of lost servers."""
-        assert remote is not None  # a plan with servers is bound with them
+        """Return the routes by which the ranks compute the tasks of lost remote workers."""
+        assert remote is not None  # a plan with remote workers is bound with them
         if (kind, lost) not in self._repairs:
             buffer = self._new_buffer()
             lost_tasks = remote.repair(self._plans[kind], kind, lost)
@@ -437,7 +437,7 @@ class Runtime:
     exchange: Exchange
     kernel: Kernel
     recorder: Recorder
-    remote: RemotePlan | None = None  # the plan at its dedicated servers
+    remote: RemotePlan | None = None  # the plan at its remote workers
     # Functions of mixing modules by name, in place of transformers' own.
     functions: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
     # Host memory for the checkpoints of this micro-batch's layers; None keeps them on the device.

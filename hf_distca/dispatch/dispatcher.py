@@ -56,7 +56,7 @@ class Dispatcher:
         run: What is known of the training. A dispatcher that `make_dispatcher` made has it.
         limits: Limits of the model's tables, against which batches are checked when they are
             planned.
-        remote: Dedicated attention servers for the plans that are bound from now on; None for none.
+        remote: Remote workers for the plans that are bound from now on; None for none.
         offload: Host memory for checkpoints of layers in plans that are bound from now on; None for
             none.
 
@@ -132,7 +132,7 @@ class Dispatcher:
     def bind(self, plan: MicroBatchPlan) -> BoundPlan:
         """Bind a plan to this rank, once per micro-batch.
 
-        With dedicated servers, tasks are planned for them again.
+        With remote workers, tasks are planned for them again.
 
         Raises:
             ValueError: The plan was made for other nodes than those of the dispatcher's settings.

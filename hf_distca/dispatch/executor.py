@@ -52,7 +52,8 @@ class CoreAttention:
     layer: int | None = None
     # O and LSE of the first forward, for a recomputation that does nothing.
     first_results: tuple[Tensor, ...] | None = None
-    lost: frozenset[int] = frozenset()  # servers whose tasks the ranks compute, and no others
+    # Remote workers whose tasks the ranks compute, and no others.
+    lost: frozenset[int] = frozenset()
     running: "Pass" = field(init=False)  # the pass that has begun and not ended
 
     def begin(self, direction: Direction, *inputs: Tensor) -> None:
@@ -93,7 +94,7 @@ class Pass:
         self.results: _Outputs | _Gradients = make_results(self.routes, self.local)
         self.phases = deque(self.routes.schedules[direction])
         self._under_way: dict[Transfer, ExchangeBuffer] = {}
-        self._servers = _OnServers(core, self.work, self.local, self.results)
+        self._remote = _RemoteCalls(core, self.work, self.local, self.results)
 
     def go_on(self) -> None:
         """Run the phases up to the next pause, or to the end."""
@@ -106,7 +107,7 @@ class Pass:
                 if phase.pause:
                     break
         only_waits = not any(phase.run or phase.send for phase in self.phases)
-        if only_waits and not self.routes.servers:
+        if only_waits and not self.routes.remote:
             self.local.clear()  # free the memory while the last rows travel
             self.received.clear()
 
@@ -121,12 +122,13 @@ class Pass:
             with recorder.span("send", transfer.name, self.work, rows=rows):
                 self._carrier(transfer).start(transfer)
 
-    def _carrier(self, transfer: Transfer) -> "Pass | _OnServers":
+    def _carrier(self, transfer: Transfer) -> "Pass | _RemoteCalls":
         """Return the object that starts and finishes a transfer.
 
-        Servers have an object of their own. Transfers between ranks belong to this pass.
+        Calls to remote workers have an object of their own. Transfers between ranks belong to this
+        pass.
         """
-        return self._servers if transfer.rows == "servers" else self
+        return self._remote if transfer.rows == "remote" else self
 
     def _compute(self, call: KernelCall, tasks: BoundTasks) -> None:
         inputs = []
@@ -218,10 +220,10 @@ class Pass:
 
 
 @dataclass(eq=False)
-class _OnServers:
-    """Calls to servers in one pass.
+class _RemoteCalls:
+    """Calls to remote workers in one pass.
 
-    After a server is lost, ranks compute the server's tasks in its place.
+    After a worker is lost, ranks compute its tasks in its place.
     """
 
     core: CoreAttention
@@ -232,15 +234,15 @@ class _OnServers:
     def start(self, transfer: Transfer) -> None:
         core = self.core
         remote = self.core.runtime.remote
-        assert remote is not None  # a plan with servers is bound with them
-        servers = core.nano.routes[core.kind].servers
+        assert remote is not None  # a plan with remote workers is bound with them
+        workers = core.nano.routes[core.kind].remote
         rows = {name: self.local[name] for name in transfer.columns}
-        self.call = remote.start(self.work, servers, core.kind, core.params, rows)
+        self.call = remote.start(self.work, workers, core.kind, core.params, rows)
 
     def finish(self, _transfer: Transfer) -> None:
         core = self.core
         repaired: tuple[Tensor, ...] | None = None
-        with core.runtime.recorder.span("wait", "servers", self.work):
+        with core.runtime.recorder.span("wait", "remote workers", self.work):
             answers, lost = self.call.collect()
         if lost:
             repair = CoreAttention(
@@ -250,7 +252,7 @@ class _OnServers:
             while repair_pass.phases:
                 repair_pass.go_on()
             repaired = repair_pass.results.at("local")
-        self.results.add_from_servers(answers, repaired)
+        self.results.add_from_remote(answers, repaired)
 
 
 class _Outputs:
@@ -276,14 +278,14 @@ class _Outputs:
     def add_from_ranks(self, _stage: int, columns: Columns) -> None:
         self._put("local", self._routes.queries.rows, (columns["o"], columns["lse"]))
 
-    def add_from_servers(
+    def add_from_remote(
         self, answers: Mapping[int, Columns], repaired: tuple[Tensor, ...] | None
     ) -> None:
-        for workers in self._routes.servers:
-            if columns := answers.get(workers.server):
-                self._put("local", workers.q_rows, (columns["o"], columns["lse"]))
+        for worker in self._routes.remote:
+            if columns := answers.get(worker.index):
+                self._put("local", worker.q_rows, (columns["o"], columns["lse"]))
             elif repaired is not None:
-                self._put("local", workers.q_rows, [take(x_T, workers.q_rows) for x_T in repaired])
+                self._put("local", worker.q_rows, [take(x_T, worker.q_rows) for x_T in repaired])
 
     def at(self, place: Location) -> tuple[Tensor, ...]:
         """Return O and LSE of the queries at a place, in the dtypes in which the results travel."""
@@ -342,20 +344,20 @@ class _Gradients:
         for name, rows_N in columns.items():
             self._add(name, "local", ("ranks", stage), rows_N)
 
-    def add_from_servers(
+    def add_from_remote(
         self, answers: Mapping[int, Columns], repaired: tuple[Tensor, ...] | None
     ) -> None:
         self._repaired = repaired
         for name in self._no_rows:
             parts = []
-            for workers in self._routes.servers:
-                answer = answers.get(workers.server)
-                if answer is None:  # the server was lost
-                    rows = workers.q_count if name == "dq" else workers.k_count
+            for worker in self._routes.remote:
+                answer = answers.get(worker.index)
+                if answer is None:  # the worker was lost
+                    rows = worker.q_count if name == "dq" else worker.k_count
                     parts.append(self._zeros(name, rows, self._dtype))
                 else:
                     parts.append(answer[name])
-            self._add(name, "local", ("servers", 0), torch.cat(parts))
+            self._add(name, "local", ("remote", 0), torch.cat(parts))
 
     def at(self, place: Location) -> tuple[Tensor, ...]:
         """Return dQ of received queries, or dQ, dK and dV of local rows."""

@@ -1,6 +1,6 @@
 """Time that a rank's core attention takes, on the clock of the device that does the work.
 
-The executor reports phases, kernel calls and waits; a pool adds the reports of servers. Listeners
+The executor reports phases, kernel calls and waits; remote workers' reports are added. Listeners
 are the trainer's log, the speeds of workers and timelines.
 """
 
@@ -15,16 +15,16 @@ import torch
 
 from hf_distca.plan import Direction
 
-Kind = Literal["step", "section", "phase", "kernel", "wait", "send", "call", "server"]
+Kind = Literal["step", "section", "phase", "kernel", "wait", "send", "call", "remote"]
 """Kind of a span.
 
 - step, section: an optimizer step, and a section of one.
 - phase: a phase of a schedule; kernel calls, waits for exchanges and starts of exchanges (send) lie
   within phases.
-- call: a call to a server, from the departure of its rows to the arrival of the results, by the
-  host's clock.
-- server: computing time of the server within a call. Its place in the call is unknown; it is put at
-  the end.
+- call: a call to a remote worker, from the departure of its rows to the arrival of the results, by
+  the host's clock.
+- remote: computing time of the remote worker within a call. Its place in the call is unknown; it is
+  put at the end.
 """
 
 KINDS: tuple[Kind, ...] = get_args(Kind)
@@ -57,11 +57,11 @@ class Span(NamedTuple):
     """Measured interval of time on a rank."""
 
     kind: Kind
-    part: str  # name of the step, section, phase, exchange, kernel call or server
+    part: str  # name of the step, section, phase, exchange, kernel call or remote worker
     work: Work | None
     begin: float  # seconds on the device's clock, from an arbitrary origin
     end: float
-    pairs: int = 0  # query-key pairs of a kernel call, here or at a server
+    pairs: int = 0  # query-key pairs of a kernel call, here or at a remote worker
     rows: Rows = NO_ROWS  # rows that the start of an exchange carries
 
 
@@ -158,7 +158,7 @@ class Recorder:
         return device_s - before, after - before
 
     def add(self, span: Span) -> None:
-        """Add a span that was measured elsewhere, such as in a server's reply."""
+        """Add a span that was measured elsewhere, such as in a remote worker's reply."""
         self._seconds[span.kind] += span.end - span.begin
         for recording in self._recordings:
             if span.kind in recording.kinds:

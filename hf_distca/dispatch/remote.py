@@ -1,4 +1,7 @@
-"""Interface of workers that hold no rows; `Dispatcher.remote` implements it."""
+"""Remote workers: processes besides the ranks that compute tasks of plans and hold no rows.
+
+Three protocols are all that training knows of them. `hf_distca.pool` implements them.
+"""
 
 from collections.abc import Mapping, Sequence
 from typing import Protocol
@@ -15,15 +18,15 @@ from hf_distca.plan.routes import ExchangedRows, Routes
 from hf_distca.planner.settings import PlanSettings
 
 
-class ServerRows:
-    """Local query rows that one dedicated server computes, as an index tensor.
+class RemoteRows:
+    """Local query rows that one remote worker computes, as an index tensor.
 
     The local K/V rows that it needs are another one.
     """
 
-    def __init__(self, server: int, routes: Routes, ranks: int, buffer: IndexBuffer) -> None:
-        self.server = server  # index among the plan's servers
-        worker = ranks + server
+    def __init__(self, index: int, routes: Routes, ranks: int, buffer: IndexBuffer) -> None:
+        self.index = index  # among the plan's remote workers
+        worker = ranks + index
         q_rows = _rows_sent_to(worker, routes.queries)
         k_rows = _rows_sent_to(worker, routes.stages[0].keys)
         self.q_rows = row_index(q_rows, buffer)
@@ -38,32 +41,32 @@ def _rows_sent_to(worker: int, messages: ExchangedRows) -> NDArray[np.int64]:
 
 
 class RemoteCall(Protocol):
-    """One core attention under way at servers."""
+    """One core attention under way at remote workers."""
 
     def collect(self) -> tuple[dict[int, dict[str, Tensor]], frozenset[int]]:
-        """Wait for this rank's results, and return the servers that failed. A collective.
+        """Wait for this rank's results, and return the workers that failed. A collective.
 
-        A server has failed if it did not give some rank its own results.
+        A worker has failed if it did not give some rank its own results.
 
-        Results are by server index, nothing of servers without rows of this rank: columns by name,
-        [rows, …] on the rank's device, o and lse of a forward; dq, dk and dv of a backward.
+        Results are by the worker's index, nothing of workers without rows of this rank: columns by
+        name, [rows, …] on the rank's device, o and lse of a forward; dq, dk and dv of a backward.
         """
 
 
 class RemotePlan(Protocol):
-    """Plan of a micro-batch at its servers."""
+    """Plan of a micro-batch at its remote workers."""
 
     def start(
         self,
         work: Work,
-        servers: Sequence[ServerRows],
+        workers: Sequence[RemoteRows],
         kind: AttentionKind,
         params: AttentionParams,
         rows: Mapping[str, Tensor],
     ) -> RemoteCall:
-        """Send this rank's rows of one core attention to every server that has tasks.
+        """Send this rank's rows of one core attention to every worker that has tasks.
 
-        These servers are the same on every rank.
+        These workers are the same on every rank.
 
         Args:
             rows: the rank's rows by column name, [T, …] each: q, k and v; in a backward also do, o
@@ -71,19 +74,35 @@ class RemotePlan(Protocol):
         """
 
     def repair(self, plan: Plan, kind: AttentionKind, lost: frozenset[int]) -> Plan:
-        """Return the plan by which the ranks compute the tasks of lost servers.
+        """Return the plan by which the ranks compute the tasks of lost workers.
 
         The same on every rank.
         """
 
 
 class RemoteWorkers(Protocol):
-    """Servers that may take part in any micro-batch."""
+    """Workers that may take part in any micro-batch, and come and go between steps.
+
+    `Dispatcher.remote` is one.
+    """
+
+    @property
+    def present(self) -> int:
+        """Number of workers that take part now."""
+
+    def refresh(self) -> None:
+        """Let workers that have come take part, before an optimizer step. A collective."""
+
+    def figures(self) -> dict[str, float]:
+        """Return what the log of a training reports of the workers, by names of metrics."""
+
+    def close(self) -> None:
+        """End the work of all workers, once training has ended."""
 
     def bind(
         self, plan: MicroBatchPlan, settings: PlanSettings
     ) -> tuple[MicroBatchPlan, RemotePlan | None]:
-        """Return a plan of ranks alone with the current servers, and the servers' side.
+        """Return a plan of ranks alone with the present workers, and their side of it.
 
-        None without servers.
+        None where no worker is present.
         """

@@ -50,7 +50,7 @@ def gpu_memory(
         strategy: Strategy, rows: int, plan: MicroBatchPlan | None
     ) -> tuple[int | None, int]:
         state = sum(without_exchange(full_rows).state)
-        if strategy.servers:  # the memory of a server is unknown
+        if strategy.extra_gpus:  # what they hold is unknown
             return None, state
         if plan is not None:
             return sum(counter.count(plan, run).parts.values()), state

@@ -34,7 +34,7 @@ TASK = np.dtype(
         ("document", np.int64),  # index into Layout.lengths
         ("start", np.int64),  # first query row
         ("stop", np.int64),  # one past the last query row
-        ("worker", np.int64),  # worker that computes the rows: ranks first, then dedicated servers
+        ("worker", np.int64),  # worker that computes the rows: ranks first, then remote workers
     ]
 )
 """Core attention of query rows [start, stop) of a document, computed by one worker."""
@@ -145,8 +145,8 @@ class Plan:
         tasks: [tasks] of dtype TASK, sorted by (worker, document, start). They cover every row of
             every document once. A task needs K/V rows [first, stop): first = 0, or the window's
             edge.
-        workers: number of workers: the ranks themselves (in-place servers), then dedicated servers
-            without rows.
+        workers: number of workers: the ranks themselves, which hold all rows, then remote workers,
+            which hold none.
         window: of `AttentionKind`.
         stage_rows: the most K/V rows that a rank sends, or receives, in one stage, give or take an
             eighth. With a

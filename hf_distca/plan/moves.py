@@ -5,7 +5,7 @@ the same rows of a long document. Such rows go to one of these ranks, the gatewa
 them to the others.
 
 K/V rows travel in stages, so that few rows are in memory at once: the next stage travels while one
-is computed with. A row is forwarded in the stage in which it crosses. Rows of dedicated servers are
+is computed with. A row is forwarded in the stage in which it crosses. Rows of remote workers are
 not divided: they are in the first stage. With a window a row may travel in several stages. So
 document d of D counts as document s · D + d in stage s.
 """
@@ -114,8 +114,8 @@ def rows_to_move(plan: Plan) -> tuple[Table, Table, Table]:
 def rows_by_stage(first_hop: Table, second_hop: Table, ranks: int) -> IntArray:
     """Return [stages, 2, ranks] rows that each rank sends and receives, both hops together.
 
-    Rows that a rank gathers for itself are counted on both sides; rows that servers receive are not
-    counted.
+    Rows that a rank gathers for itself are counted on both sides; rows that remote workers receive
+    are not counted.
     """
     moves = joined(first_hop, second_hop)
     moves = moves.compress(moves["target"] < ranks)
@@ -221,7 +221,7 @@ def forward_inside_nodes(
 ) -> tuple[Table, Table, IntArray]:
     """Let rows that several ranks of another node receive cross to that node once.
 
-    Servers get theirs directly.
+    Remote workers get theirs directly.
 
     Returns:
         Moves of both hops, and for each of the second hop the index of the first hop's move that it
@@ -343,7 +343,7 @@ class _Paths:
     path: IntArray  # [moves] path of each move of the first hop
     place: IntArray  # [moves] rows of the same path before the move
     size: IntArray  # [paths] rows
-    to_rank: NDArray[np.bool_]  # [paths] whether the path leads to a rank, not to a server
+    to_rank: NDArray[np.bool_]  # [paths] whether the path leads to a rank, not to a remote worker
     turn: FloatArray  # [paths] fraction of a part by which a path is behind another one
 
     @staticmethod

@@ -158,8 +158,8 @@ class Stage:
     # bottom-right causal.
     remote_kv: CallTasks
     remote_query: CallTasks  # received queries and keys, bottom-right causal
-    # Received queries and all keys before them; empty with a window, on servers, and with one stage
-    # where no document continues another.
+    # Received queries and all keys before them; empty with a window, on remote workers, and with
+    # one stage where no document continues another.
     remote_query_prefix: CallTasks
 
 
@@ -167,7 +167,8 @@ class Stage:
 class Routes:
     """Routes of one rank for one plan.
 
-    Servers receive their key rows in the first stage, which has all their tasks in `remote_query`.
+    A remote worker receives its K/V rows in the first stage, which has all its tasks in
+    `remote_query`.
     """
 
     local_rows: int
@@ -182,7 +183,7 @@ def make_routes(plan: Plan, rank: int) -> Routes:
     """Return the routes of a worker.
 
     Args:
-        rank: number of the worker. Dedicated servers, which hold no rows, have the numbers from
+        rank: number of the worker. Remote workers, which hold no rows, have the numbers from
             plan.layout.ranks on.
     """
     queries, first_hop, second_hop = rows_to_move(plan)
@@ -203,8 +204,8 @@ def make_routes(plan: Plan, rank: int) -> Routes:
     read_by_local = _reads(remote_kv, arrivals, branches)
     read_by_received = _reads(remote_query, arrivals, branches)
 
-    # 3. For each stage: the exchanges, and the tasks on its rows. A server has all K/V rows of its
-    #    tasks in one stage.
+    # 3. For each stage: the exchanges, and the tasks on its rows. A remote worker has all K/V rows
+    #    of its tasks in one stage.
     has_all_keys = plan.window is not None or rank >= plan.layout.ranks
     made = []
     for stage in range(stages):

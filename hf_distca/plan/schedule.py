@@ -63,9 +63,10 @@ MANY_STAGES = 5
 local tasks hide the first exchange better if they are computed at once."""
 LEAST_SPREAD = 1 / 32
 """Least share of a rank's local tasks that is worth further kernel calls between stages."""
-TO_SERVERS = " to servers"
-FROM_SERVERS = " from servers"
-"""Suffixes in names of transfers, and of phases that begin and end a call to servers."""
+TO_REMOTE = " to remote workers"
+FROM_REMOTE = " from remote workers"
+"""Suffixes in names of transfers, and of phases that begin and end a call to remote workers, which
+hold no rows."""
 Place = Literal["before pause", "after pause", "after remote-KV"] | int
 """Place of local tasks in a schedule; a number for the place before this stage."""
 LOCAL_TASKS: dict[tuple[Direction, Turn], tuple[Place, ...]] = {
@@ -138,8 +139,8 @@ class Transfer:
     """Rows that travel together, with the named columns."""
 
     # Rows between ranks, in the order of the routes; K/V rows forwarded inside nodes; rows of both
-    # kinds to servers.
-    rows: Literal["queries", "keys", "forwarded", "servers"]
+    # kinds to remote workers.
+    rows: Literal["queries", "keys", "forwarded", "remote"]
     # Names of tensors in the kernel contract: q, k, v, o, lse, do, dq, dk, dv.
     columns: tuple[str, ...]
     back: bool = False  # whether the columns return to the ranks that sent the rows
@@ -147,9 +148,9 @@ class Transfer:
 
     @cached_property
     def name(self) -> str:
-        """Name for display: columns, stage, and the direction for servers and second hops."""
+        """Name for display: columns, stage, and the direction of calls and second hops."""
         suffixes = {
-            "servers": (TO_SERVERS, FROM_SERVERS),
+            "remote": (TO_REMOTE, FROM_REMOTE),
             "forwarded": (" forwarded", " to gateways"),
         }
         suffix = suffixes.get(self.rows, ("", ""))[self.back]
@@ -218,7 +219,7 @@ def make_schedule(
     windowed: bool,
     stages: int = 1,
     forwards: bool = False,
-    servers: bool = False,
+    remote_workers: bool = False,
 ) -> Schedule:
     """Return the phases of one core attention on one rank.
 
@@ -230,12 +231,12 @@ def make_schedule(
             their rows, otherwise only keys before the rows' own segment.
         stages: number of stages of K/V rows.
         forwards: whether any rank forwards K/V rows.
-        servers: whether dedicated servers compute tasks.
+        remote_workers: whether any worker besides the ranks computes tasks.
     """
-    transfers = _transfers(direction, stages, forwards=forwards, servers=servers)
+    transfers = _transfers(direction, stages, forwards=forwards, remote_workers=remote_workers)
     local = _local_calls(direction, turn, calls, stages, windowed=windowed)
     opening = [
-        Phase(send=(transfers.queries, *transfers.keys[:AHEAD], *transfers.to_servers)),
+        Phase(send=(transfers.queries, *transfers.keys[:AHEAD], *transfers.to_remote)),
         Phase(run=local.get("before pause", ()), pause=True),
         Phase(wait=transfers.keys[:1] if forwards else (), send=transfers.forwarded[:1]),
         Phase(run=local.get("after pause", ())),
@@ -253,7 +254,7 @@ def make_schedule(
             send=transfers.keys_back[-1:] if forwards else (),
         ),
         Phase(run=local.get("after remote-KV", ()), pause=True),
-        Phase(wait=(transfers.queries_back, *returning, *transfers.from_servers)),
+        Phase(wait=(transfers.queries_back, *returning, *transfers.from_remote)),
     ]
     return _joined([*opening, *remote, *closing])
 
@@ -271,8 +272,8 @@ class _Transfers:
     forwarded: tuple[Transfer, ...]  # the second hop of `keys`
     to_gateways: tuple[Transfer, ...]  # the first hop of `keys_back`
     keys_back: tuple[Transfer, ...]
-    to_servers: tuple[Transfer, ...]  # one transfer, or none without servers
-    from_servers: tuple[Transfer, ...]
+    to_remote: tuple[Transfer, ...]  # one transfer, or none without remote workers
+    from_remote: tuple[Transfer, ...]
 
     def at_stage(self, name: str, stage: int) -> tuple[Transfer, ...]:
         """Return the transfer of a stage, or no transfer if the stage has none."""
@@ -280,25 +281,27 @@ class _Transfers:
         return transfers[stage : stage + 1] if stage >= 0 else ()
 
 
-def _transfers(direction: Direction, stages: int, *, forwards: bool, servers: bool) -> _Transfers:
+def _transfers(
+    direction: Direction, stages: int, *, forwards: bool, remote_workers: bool
+) -> _Transfers:
     """Return the transfers of one core attention, forward or backward."""
     # 1. Columns that travel. Gradients of K and V return in the stages in which K and V go.
     keys = tuple(Transfer("keys", ("k", "v"), stage=stage) for stage in range(stages))
     if direction == "forward":
         query_columns: tuple[str, ...] = ("q",)
-        server_columns: tuple[str, ...] = ("q", "k", "v")
+        remote_columns: tuple[str, ...] = ("q", "k", "v")
         results: tuple[str, ...] = ("o", "lse")
-        server_results = results
+        remote_results = results
         keys_back: tuple[Transfer, ...] = ()
     else:
         query_columns = ("do", "o", "lse", "q")
-        server_columns = ("q", "do", "o", "lse", "k", "v")
+        remote_columns = ("q", "do", "o", "lse", "k", "v")
         results = ("dq",)
-        server_results = ("dq", "dk", "dv")
+        remote_results = ("dq", "dk", "dv")
         keys_back = tuple(replace(transfer, columns=("dk", "dv"), back=True) for transfer in keys)
     # 2. The transfers. Second hops exist only where rows are forwarded.
-    to_servers = Transfer("servers", server_columns)
-    from_servers = Transfer("servers", server_results, back=True)
+    to_remote = Transfer("remote", remote_columns)
+    from_remote = Transfer("remote", remote_results, back=True)
     return _Transfers(
         queries=Transfer("queries", query_columns),
         queries_back=Transfer("queries", results, back=True),
@@ -306,8 +309,8 @@ def _transfers(direction: Direction, stages: int, *, forwards: bool, servers: bo
         forwarded=_inside_nodes(keys) if forwards else (),
         to_gateways=_inside_nodes(keys_back) if forwards else (),
         keys_back=keys_back,
-        to_servers=(to_servers,) if servers else (),
-        from_servers=(from_servers,) if servers else (),
+        to_remote=(to_remote,) if remote_workers else (),
+        from_remote=(from_remote,) if remote_workers else (),
     )
 
 

@@ -63,8 +63,8 @@ def balance(
     Few bytes are sent, in one stage.
 
     Args:
-        workers: ranks, then workers that hold no rows. None for the ranks alone, at the speeds of
-            the settings.
+        workers: ranks, then remote workers, which hold no rows. None for the ranks alone, at the
+            speeds of the settings.
         nodes: [workers] node of each worker, numbered in the order of the ranks. None for the nodes
             of the settings.
         groups: [workers] group of each worker, from 0 on, each of whole nodes; nothing moves
@@ -83,7 +83,7 @@ def balance(
     if len(workers) < layout.ranks:
         raise ValueError(
             f"the layout has {layout.ranks} ranks, but only {len(workers)} workers are described; "
-            "describe every rank, then the dedicated servers"
+            "describe every rank, then the remote workers"
         )
     if tolerance is None:
         tolerance = np.full(len(workers), settings.finest_tolerance)
@@ -126,7 +126,7 @@ def _check_nodes(nodes: Sequence[int], problem: Problem) -> None:
     if len(nodes) != workers or not ranks_are_ordered or not nodes_are_numbered:
         raise ValueError(
             f"nodes must have one number per worker, {workers} in all: 0, 1, 2, … in the "
-            f"order of the {ranks} ranks, then the nodes of dedicated servers; got "
+            f"order of the {ranks} ranks, then the nodes of remote workers; got "
             f"{tuple(nodes)!r:.120}"
         )
 

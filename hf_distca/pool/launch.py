@@ -20,7 +20,6 @@ from accelerate import PartialState
 from accelerate.utils import parse_flag_from_env
 from torch.cuda import device_count, is_available
 
-from hf_distca.config import DistCAConfig
 from hf_distca.dispatch.dispatcher import Dispatcher
 from hf_distca.pool.child import serve_from_child
 from hf_distca.pool.directory import Directory
@@ -29,6 +28,7 @@ from hf_distca.pool.rank.pool import Pool
 from hf_distca.pool.token import make_token, parse_address, read_token, write_token
 from hf_distca.pool.transport import Choice, Memory, make_memory
 from hf_distca.refusal import RefusedError
+from hf_distca.server_settings import AttentionServers
 from hf_distca.waiting import in_thread, wait_until
 
 logger = logging.getLogger(__name__)
@@ -246,7 +246,7 @@ def _wait_for_value(store: dist.Store, key: str, name: str, limit_s: float, reme
 
 
 def open_pool(
-    dispatcher: Dispatcher, config: DistCAConfig, launch: Launch | None, token_file: str
+    dispatcher: Dispatcher, servers: AttentionServers, launch: Launch | None, folder: Path
 ) -> Pool:
     """Let attention servers take part in a dispatcher's plans.
 
@@ -257,12 +257,12 @@ def open_pool(
 
     Args:
         launch: None where servers come from outside.
-        token_file: for servers from outside: file with the run's token, made if there is none.
+        folder: of the run, for the token of servers from outside where settings name no file.
     """
     groups = dispatcher.groups
     store = None if launch is None else launch.store
-    transport = Choice(config.attention_server_transport)
-    timeout_s = config.attention_server_timeout
+    transport = Choice(servers.transport)
+    token_file = Path(servers.token_file or folder / TOKEN_FILE)
     directory: Directory | None = None
     memory: Memory | None = None
     token = b""
@@ -271,10 +271,9 @@ def open_pool(
     # 1. Rank 0 opens the directory.
     if groups.rank == 0:
         try:
-            host, port = parse_address(
-                config.attention_server_address, setting="attention_server_address"
-            )
-            token = make_token() if launch is not None else _token_of_file(Path(token_file))
+            setting = "attention_servers member address"
+            host, port = parse_address(servers.address, setting=setting)
+            token = make_token() if launch is not None else _token_of_file(token_file)
             # Servers of the launch learn the end of training from the store.
             report_end = (lambda: None) if store is None else partial(store.set, "ended", "")
             directory = Directory(host, port, token, ended=report_end)
@@ -306,11 +305,16 @@ def open_pool(
     if directory is not None:
         _announce(directory, token, transport, store, token_file)
     pool = Pool(
-        dispatcher, token, directory, memory, ranks_serve=config.ranks_serve, timeout_s=timeout_s
+        dispatcher,
+        token,
+        directory,
+        memory,
+        ranks_serve=servers.ranks_serve,
+        timeout_s=servers.timeout,
     )
     dispatcher.remote = pool
     if launch is not None:
-        pool.wait_for(int(config.attention_servers), timeout_s)
+        pool.wait_for(servers.in_launch, servers.timeout)
     return pool
 
 
@@ -326,7 +330,7 @@ def _announce(
     token: bytes,
     transport: Choice,
     store: dist.Store | None,
-    token_file: str,
+    token_file: Path,
 ) -> None:
     """Tell servers of the launch by its store, or the user by the log, how servers join."""
     if store is None:

@@ -241,7 +241,9 @@ def make_memory(choice: Choice, device: torch.device, address: str) -> Memory:
     except (ImportError, ValueError, LinkLost) as error:
         if choice is Choice.AUTO:
             return Memory(device, str(error))
-        raise RefusedError(f"attention_server_transport='nixl' cannot be used: {error}") from error
+        raise RefusedError(
+            f"attention_servers={{'transport': 'nixl'}} cannot be used: {error}"
+        ) from error
 
 
 class Transport:
@@ -401,13 +403,13 @@ def choose(channel: Channel, memory: Memory, hello: RankHello) -> tuple[Transpor
             why = str(error)
     if hello.required:
         raise MismatchError(
-            f"attention_server_transport='nixl' is set, but the server does not use NIXL: {why}; "
-            "serve with --transport nixl, or set attention_server_transport='auto'"
+            "attention_servers={'transport': 'nixl'} is set, but the server does not use NIXL: "
+            f"{why}; serve with --transport nixl, or set transport to 'auto' in attention_servers"
         )
     if isinstance(memory, Arena) and memory.required:
         raise MismatchError(
             f"the server uses NIXL only, but this rank cannot: {why}; serve with --transport auto, "
-            "or set attention_server_transport='nixl'"
+            "or set transport to 'nixl' in attention_servers"
         )
     return Transport(channel), RankWelcome("TCP", why[:1000])
 

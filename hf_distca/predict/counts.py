@@ -24,12 +24,12 @@ class CountedPlan:
     remote_kv: Tasks  # tasks of local queries on received keys
     remote_query: Tasks  # tasks of received queries on all of their keys
     among_ranks: RowsMoved
-    with_servers: RowsMoved
+    with_remote: RowsMoved
     row_bytes: RowBytes
     stages: int
     # K/V rows that the busiest rank sends, or receives, with rows that it gathers for itself.
     most_rows: int
-    ranks: int  # workers that hold rows; the workers after them are dedicated servers
+    ranks: int  # workers that hold rows; remote workers come after them
     forwards: bool  # whether K/V rows are forwarded inside nodes
     windowed: bool
     # [ranks] the same number for ranks that exchange rows, directly or over other ranks.
@@ -39,7 +39,7 @@ class CountedPlan:
     def forward_bytes(self) -> IntArray:
         """[2, 2, workers] bytes of one layer's forward, as in `bytes_by_link`."""
         among_ranks = self.among_ranks.forward_bytes(self.row_bytes)
-        return among_ranks + self.with_servers.forward_bytes(self.row_bytes)
+        return among_ranks + self.with_remote.forward_bytes(self.row_bytes)
 
     @cached_property
     def most_of_ranks(self) -> tuple[IntArray, IntArray]:
@@ -51,8 +51,8 @@ class CountedPlan:
         return moved.queries.max(axis=1)[:, : self.ranks], moved.keys.max(axis=1)[:, : self.ranks]
 
     @property
-    def servers(self) -> int:
-        """Number of dedicated servers."""
+    def remote_workers(self) -> int:
+        """Number of workers that hold no rows."""
         return len(self.local.rows) - self.ranks
 
 
@@ -70,15 +70,15 @@ def count_plan(
     ranks = plan.layout.ranks
     tasks, first_hop, second_hop = rows_to_move(replace(plan, stage_rows=None))
 
-    # Rows that travel. Servers get their rows in exchanges of their own.
+    # Rows that travel. Remote workers get theirs apart from exchanges.
     queries = rows_between(plan.workers, tasks)
     keys = rows_between(plan.workers, first_hop, second_hop)
-    is_server = np.arange(plan.workers) >= ranks
-    rank_queries, rank_keys, server_queries, server_keys = rows_by_link(
-        [queries * ~is_server, keys * ~is_server, queries * is_server, keys * is_server], nodes
+    is_remote = np.arange(plan.workers) >= ranks
+    rank_queries, rank_keys, remote_queries, remote_keys = rows_by_link(
+        [queries * ~is_remote, keys * ~is_remote, queries * is_remote, keys * is_remote], nodes
     )
     among_ranks = RowsMoved(rank_queries, rank_keys)
-    with_servers = RowsMoved(server_queries, server_keys)
+    with_remote = RowsMoved(remote_queries, remote_keys)
     stages = 1
     if plan.stage_rows is not None:
         stages = max(ceil(among_ranks.most_keys / plan.stage_rows), 1)
@@ -92,7 +92,7 @@ def count_plan(
         remote_kv=remote_kv,
         remote_query=remote_query,
         among_ranks=among_ranks,
-        with_servers=with_servers,
+        with_remote=with_remote,
         row_bytes=RowBytes.of_kind(kind, bytes_per_value),
         stages=stages,
         most_rows=int(max(received_keys.max(), sent_keys.max())),

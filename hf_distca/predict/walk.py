@@ -106,7 +106,7 @@ class LayerClocks:
         ranks = nano_batches[0].ranks
         self._clock = np.zeros(ranks)
         self._links_free = np.zeros((2, ranks))  # when each rank's links are free
-        self._servers_free = np.zeros(nano_batches[0].servers)
+        self._remote_free = np.zeros(nano_batches[0].remote_workers)
         self._arrivals: dict[Key, FloatArray] = {}  # of transfers that are under way
         # When they departed, and the seconds of the rank's own time that they take.
         self._departures: dict[Key, tuple[FloatArray, FloatArray]] = {}
@@ -156,8 +156,8 @@ class LayerClocks:
                 self._attention += seconds
                 self._clock = self._clock + seconds
             for transfer in phase.send:
-                if transfer.rows == "servers":
-                    self._serve(index, transfer, _results_of_servers(schedule))
+                if transfer.rows == "remote":
+                    self._compute_remotely(index, transfer, _remote_results(schedule))
                 else:
                     self._send(index, transfer)
             if phase.pause:
@@ -174,7 +174,7 @@ class LayerClocks:
             windowed=counts.windowed,
             stages=counts.stages,
             forwards=counts.forwards,
-            servers=counts.servers > 0,
+            remote_workers=counts.remote_workers > 0,
         )
 
     def _turn(self, index: int) -> Turn:
@@ -265,35 +265,35 @@ class LayerClocks:
         self._waited += end - self._clock
         self._clock = end
 
-    def _serve(self, index: int, calls: Transfer, results: Transfer) -> None:
-        """Let servers compute once their rows have arrived, and send the results.
+    def _compute_remotely(self, index: int, calls: Transfer, results: Transfer) -> None:
+        """Let remote workers compute once their rows are there, and send the results.
 
         Args:
             index: of the nano-batch.
-            calls: transfer of rows to servers.
-            results: transfer of what the servers return.
+            calls: transfer of rows to remote workers.
+            results: transfer of what they return.
         """
         counts = self._nano_batches[index]
         link = self._links.between
         ranks = counts.ranks
         call_bytes = _bytes(counts, calls.rows, calls.columns).max(axis=0)
         result_bytes = _bytes(counts, results.rows, results.columns).max(axis=0)
-        # 1. A server begins when every rank has sent its rows, and when its own link, which is busy
+        # 1. A worker begins when every rank has sent its rows, and when its own link, which is busy
         #    from the first rank's call on, has brought all of them.
         all_sent = (self._clock + link.seconds(call_bytes[:ranks])).max()
         all_received = self._clock.min() + link.seconds(call_bytes[ranks:])
-        start = np.maximum(np.maximum(self._servers_free, all_sent), all_received)
+        start = np.maximum(np.maximum(self._remote_free, all_sent), all_received)
         # 2. It computes, and sends the results.
-        self._servers_free = start + self._kernel.seconds(counts.remote_query)[ranks:]
-        returned_at = self._servers_free + link.seconds(result_bytes[ranks:])
+        self._remote_free = start + self._kernel.seconds(counts.remote_query)[ranks:]
+        returned_at = self._remote_free + link.seconds(result_bytes[ranks:])
         arrival = float(returned_at.max(initial=0.0))
-        # 3. Only the servers wait for the rows that go there; ranks wait for results.
+        # 3. Only remote workers wait for the rows that go there; ranks wait for results.
         self._arrivals[index, results.name] = np.where(call_bytes[:ranks] > 0, arrival, 0.0)
 
 
-def _results_of_servers(schedule: Schedule) -> Transfer:
-    """Return the transfer of the servers' results, for which the last phase waits."""
-    return next(transfer for transfer in schedule[-1].wait if transfer.rows == "servers")
+def _remote_results(schedule: Schedule) -> Transfer:
+    """Return the transfer of remote workers' results, for which the last phase waits."""
+    return next(transfer for transfer in schedule[-1].wait if transfer.rows == "remote")
 
 
 @cache
@@ -356,10 +356,10 @@ def _bytes(counts: CountedPlan, rows: str, columns: tuple[str, ...]) -> FloatArr
     column_bytes = {"q": row.q, "dq": row.q, "o": row.o, "do": row.o}  # the LSE is left out
     query_bytes = sum(column_bytes.get(column, 0) for column in columns)
     key_bytes = row.kv / 2 * sum(column in ("k", "v", "dk", "dv") for column in columns)
-    if rows == "servers":
-        server_rows = counts.with_servers
-        server_bytes = server_rows.queries * query_bytes + server_rows.keys * key_bytes
-        return np.asarray(server_bytes.max(axis=1), np.float64)
+    if rows == "remote":
+        remote_rows = counts.with_remote
+        remote_bytes = remote_rows.queries * query_bytes + remote_rows.keys * key_bytes
+        return np.asarray(remote_bytes.max(axis=1), np.float64)
     most_queries, most_keys = counts.most_of_ranks
     if rows == "queries":
         return np.asarray(most_queries * query_bytes, np.float64)

@@ -48,7 +48,6 @@ class StrategyFigures:
     name: str
     document_layout: str | None  # None if nothing is planned
     in_transformers: bool  # whether transformers, accelerate or TRL run it on packed documents
-    servers: int
     gpus: int
     step_seconds: float
     attention_seconds: float  # core attention of the busiest rank
@@ -176,10 +175,10 @@ def simulate(
     micro_batches: Iterable[IntArray],
     run: RunSpec,
     count: int,
-    servers: int = 0,
+    others: Sequence[Strategy] = (),
     memory: Memory = lambda *_: (None, None),
 ) -> Simulation:
-    """Simulate micro-batches under `all_strategies`; the default `memory` leaves memory out.
+    """Simulate micro-batches under `all_strategies` and others; by default without memory.
 
     A document that is longer than all ranks hold is cut for every strategy, and counts as cut.
     """
@@ -197,7 +196,8 @@ def simulate(
     seconds: dict[str, FloatArray] = {}  # [steps] of each strategy
     load: dict[str, FloatArray] = {}  # [ranks] in core attention of the first step
     figures: dict[str, StrategyFigures] = {}
-    for strategy in terminal_bar(all_strategies(run, servers), "Simulating strategies"):
+    strategies = (*all_strategies(run), *others)
+    for strategy in terminal_bar(strategies, "Simulating strategies"):
         steps, largest_plan = _steps_of(strategy, drawn)
         name = strategy.name
         seconds[name] = np.array([step.seconds for step in steps])
@@ -301,7 +301,7 @@ def _strategy_figures(
         flops, tokens: operations and tokens of all steps.
         rows_bytes, state_bytes, documents_cut: as in `StrategyFigures`.
     """
-    gpus = (run.plans.ranks + strategy.servers) * run.tensor_parallel
+    gpus = run.plans.ranks * run.tensor_parallel + strategy.extra_gpus
     seconds = np.array([step.seconds for step in steps])
     # [steps, ranks] each
     attention = np.array([step.attention for step in steps])
@@ -312,7 +312,6 @@ def _strategy_figures(
         name=strategy.name,
         document_layout=strategy.document_layout,
         in_transformers=strategy.in_transformers,
-        servers=strategy.servers,
         gpus=gpus,
         step_seconds=float(seconds.mean()),
         attention_seconds=float(attention.max(axis=1).mean()),
@@ -361,19 +360,18 @@ def _compared(strategies: Mapping[str, StrategyFigures]) -> Compared:
 def _best_planned(strategies: Mapping[str, StrategyFigures]) -> StrategyFigures:
     """Return what plans by default; or the fastest planned strategy, if that pays.
 
-    Strategies with servers have more GPUs and do not count. Users change a setting only where it
-    pays.
+    Strategies with more GPUs do not count. Users change a setting only where it pays.
 
     Args:
         strategies: figures by the name of the strategy.
     """
+    default = strategies[CHOSEN]
     same_gpus = [
         figures
         for figures in strategies.values()
-        if figures.document_layout is not None and not figures.servers
+        if figures.document_layout is not None and figures.gpus == default.gpus
     ]
     fastest = min(same_gpus, key=lambda figures: figures.step_seconds)
-    default = strategies[CHOSEN]
     pays = default.step_seconds / fastest.step_seconds >= NOT_WORTH
     return fastest if pays else default
 

@@ -11,10 +11,8 @@ from functools import partial
 import numpy as np
 
 from hf_distca.plan import MicroBatchPlan
-from hf_distca.plan.cost import Workers
 from hf_distca.planner.bin_packing import Bins, largest_first
 from hf_distca.planner.micro_batch import plan_micro_batch
-from hf_distca.planner.servers import plan_with_servers
 from hf_distca.planner.settings import PlanSettings
 from hf_distca.predict.counts import count_nano_batches
 from hf_distca.predict.mixing import count_cuts
@@ -22,7 +20,6 @@ from hf_distca.predict.walk import Walked, document_seconds, predict_step
 from hf_distca.run import RunSpec
 from hf_distca.sim.groups import ONE_RANK, Documents, Group
 from hf_distca.sim.lengths import IntArray
-from hf_distca.units import counted
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,7 +46,7 @@ class Strategy:
     step: Callable[[IntArray], tuple[StepTime, MicroBatchPlan | None]]
     group: Group = ONE_RANK
     document_layout: str | None = None  # None if nothing is planned
-    servers: int = 0
+    extra_gpus: int = 0  # besides those of the ranks
     # Whether transformers, accelerate or TRL run it on packed documents.
     in_transformers: bool = False
 
@@ -61,10 +58,10 @@ CHOSEN = "hf_distca, chosen"
 """Strategy that takes the fastest plan for each micro-batch, as training does by default."""
 
 
-def all_strategies(run: RunSpec, servers: int) -> tuple[Strategy, ...]:
+def all_strategies(run: RunSpec) -> tuple[Strategy, ...]:
     """Return all strategies that are compared.
 
-    Each planned strategy sets its own layout. One uses the servers, if there are any.
+    Each planned strategy sets its own layout.
     """
     # 1. Strategies without plans.
     strategies = [
@@ -72,18 +69,15 @@ def all_strategies(run: RunSpec, servers: int) -> tuple[Strategy, ...]:
         *_of_whole_documents(run),
     ]
 
-    def add_planned(name: str, layout: str, plans: PlanSettings, servers: int = 0) -> None:
-        step = partial(planned, run=replace(run, plans=plans), servers=servers)
-        strategies.append(Strategy(name, step, document_layout=layout, servers=servers))
+    def add_planned(name: str, layout: str, plans: PlanSettings) -> None:
+        step = partial(planned, run=replace(run, plans=plans))
+        strategies.append(Strategy(name, step, document_layout=layout))
 
     # 2. Plans with a set layout, and the plan that training would choose.
     as_set = replace(run.plans, costs=None)
     layout = "whole" if as_set.document_layout == "whole" else "fixed"
     add_planned(f"hf_distca, {layout}", layout, replace(as_set, document_layout=layout))
     add_planned(CHOSEN, "auto", replace(as_set, costs=run.costs))
-    if servers:
-        name = f"hf_distca, {counted(servers, 'server')}"
-        add_planned(name, as_set.document_layout, as_set, servers)
     return tuple(strategies)
 
 
@@ -174,22 +168,21 @@ def whole_documents(lengths: IntArray, run: RunSpec, group: Group = ONE_RANK) ->
     return on_ranks(documents, run, group, cut_documents)
 
 
-def planned(lengths: IntArray, run: RunSpec, servers: int = 0) -> tuple[StepTime, MicroBatchPlan]:
+def planned(lengths: IntArray, run: RunSpec) -> tuple[StepTime, MicroBatchPlan]:
     """Predict a step with planned core attention, and return its plan too."""
-    settings = run.plans
-    plan = plan_micro_batch(lengths.tolist(), settings)
-    if servers:
-        plan = plan_with_servers(
-            plan, Workers.uniform(settings.ranks + servers), settings, ranks_serve=True
-        )
-    return step_of_plan(plan, run, servers), plan
+    plan = plan_micro_batch(lengths.tolist(), run.plans)
+    return step_of_plan(plan, run), plan
 
 
-def step_of_plan(plan: MicroBatchPlan, run: RunSpec, servers: int = 0) -> StepTime:
-    """Predict a step of a plan."""
+def step_of_plan(plan: MicroBatchPlan, run: RunSpec) -> StepTime:
+    """Predict a step of a plan, whose remote workers are each on a node of its own."""
     costs, settings = run.costs, run.plans
     nodes = list(settings.node_of_ranks)
-    nodes += [max(nodes) + 1 + server for server in range(servers)]
+    (workers,) = {
+        kind_plan.workers for nano in plan.nano_batches for kind_plan in nano.plans.values()
+    }
+    first_node = max(nodes) + 1
+    nodes += [first_node + index for index in range(workers - settings.ranks)]
     layouts = [nano_batch.layout for nano_batch in plan.nano_batches]
     counts = count_nano_batches(plan.nano_batches, settings.bytes_per_value, nodes)
 

@@ -9,7 +9,7 @@ import torch
 from accelerate.utils import parse_flag_from_env
 from transformers import TrainingArguments
 
-from hf_distca.config import DistCAConfig, setting
+from hf_distca.config import DistCAConfig
 from hf_distca.models.checkpointing import CHECKPOINTING, move_default
 from hf_distca.pool.launch import Launch, on_cpu, serve_if_server, split_launch
 from hf_distca.refusal import Rule, check
@@ -23,6 +23,7 @@ from hf_distca.trainer.refusals import (
     NOT_CONNECTED,
     PACKED_ARGUMENTS,
 )
+from hf_distca.units import setting
 
 if TYPE_CHECKING:
     _Arguments = TrainingArguments
@@ -52,9 +53,9 @@ class DistCAPaddedArguments(DistCAConfig, _Arguments):
         # Otherwise TrainingArguments refuses bf16 on the CPU, although the launch asks for the CPU.
         self.use_cpu = self.use_cpu or parse_flag_from_env("ACCELERATE_USE_CPU")
         self.attention_server_launch: Launch | None = None
-        if isinstance(self.attention_servers, int) and self.attention_servers > 0:
+        if self.attention_servers.in_launch:
             # Before TrainingArguments looks up the world.
-            launch = split_launch(self.attention_servers, cpu=on_cpu(self.use_cpu))
+            launch = split_launch(self.attention_servers.in_launch, cpu=on_cpu(self.use_cpu))
             self.attention_server_launch = launch
             if launch.serves_on is not None:
                 return  # a server only calls `serve_if_server` with its arguments
@@ -90,8 +91,13 @@ class DistCAPaddedArguments(DistCAConfig, _Arguments):
         serves when the trainer is made.
         """
         serve_if_server(
-            self.attention_server_launch, self.attention_server_timeout, self.attention_kernel
+            self.attention_server_launch, self.attention_servers.timeout, self.attention_kernel
         )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the arguments for JSON, from which they can be made again."""
+        parent: Any = super()
+        return {**parent.to_dict(), "attention_servers": self.attention_servers.plain()}
 
     @cached_property
     def _setup_devices(self) -> torch.device:

@@ -1,7 +1,7 @@
 """Build a dispatcher for the trainer and for custom training loops."""
 
 import logging
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -51,8 +51,6 @@ ONE_RANK = (
     "examples/configs/ddp.yaml --num_processes N starts N of them"
 )
 """Warning of a training that this library cannot make faster."""
-OF_ONE_RANK = ("attention_server_address", "attention_server_token_file")
-"""Settings that only rank 0 uses."""
 
 
 def make_dispatcher(
@@ -119,7 +117,7 @@ def make_dispatcher(
         mesh,
         exchange_timeout=config.exchange_timeout,
     )
-    if dispatcher.groups.members == [0] and config.attention_servers == 0:
+    if dispatcher.groups.members == [0] and not config.remote_workers:
         logger.warning(ONE_RANK)
     dispatcher.limits = model_limits(model)
     # Measuring the device draws random numbers, and rollouts and dropout of a seed stay what they
@@ -184,9 +182,7 @@ def _check_same_settings(config: DistCAConfig) -> None:
 
     A collective of the world.
     """
-    names = [field.name for field in fields(DistCAConfig) if field.name not in OF_ONE_RANK]
-    settings = {name: getattr(config, name) for name in names}
-    difference = first_difference(gather_in_world(settings, config.exchange_timeout))
+    difference = first_difference(gather_in_world(config.of_all_ranks(), config.exchange_timeout))
     if difference:
         name, values_by_rank = difference
         raise Run.DIFFERENT_ARGUMENTS.error(name=name, by_rank=values_by_rank)

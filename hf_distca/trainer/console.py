@@ -50,13 +50,9 @@ def log_choice(plan: MicroBatchPlan, args: Any, ranks: int) -> None:
         "forward"
     )
     if choice is None:
-        reason = (
-            "none of them is 'auto'"
-            if args.attention_servers == 0
-            else "attention servers may come and go"
-        )
         names = ("document_layout", "balance_tolerance", "ping_pong")
         chosen = ", ".join(f"{name}={getattr(args, name)!r}" for name in names)
+        reason = args.why_nothing_is_compared
         logger.info(
             f"plans follow {chosen}: the planner does not compare plans, because {reason}. First "
             f"micro-batch: {outcome}",

@@ -60,8 +60,8 @@ def with_costs(
         )
     chosen = (settings.document_layout, settings.balance_tolerance, settings.ping_pong)
     chooses = AUTO in chosen or profile_of_file is not None
-    # With dedicated servers, every plan is balanced again for the servers that are present.
-    if not chooses or settings.ranks == 1 or config.attention_servers != 0:
+    # With remote workers, every plan is balanced again for those that are present.
+    if not chooses or settings.ranks == 1 or config.remote_workers:
         return run
     return run.with_profile(profile_of_file or _measured_profile(run, dispatcher, folder))
 

@@ -489,8 +489,8 @@ class UpcomingBatches:
     - Otherwise all ranks plan together, one micro-batch at a time. Documents lie on the rank that
       reads them. Micro-batches follow until the data of every rank has ended.
 
-    With dedicated servers nothing is bound ahead. A plan is made for the servers that are present
-    when it is bound.
+    With remote workers nothing is bound ahead. A plan is made for the workers that are present when
+    it is bound.
     """
 
     def __init__(self, dispatcher: Dispatcher) -> None:

@@ -24,7 +24,7 @@ from hf_distca.models.shape import count_of, weights_met
 from hf_distca.plan import AttentionKind, MicroBatchPlan, PlanChoice
 from hf_distca.plan.cost import pairs
 from hf_distca.plan.metrics import loads_of
-from hf_distca.pool.rank.pool import Pool
+from hf_distca.pool.rank.pool import FIGURES
 from hf_distca.trainer.costs import LearnedCosts
 from hf_distca.units import AUTO
 
@@ -37,7 +37,6 @@ train/distca/…"""
 ALWAYS = ""
 NODES = "Ranks share nodes"
 CHOSEN = "The planner chooses"
-SERVERS = "Dedicated attention servers"
 CUDA = "CUDA"
 PADDED = "Trainers with padded batches"
 SHARED = "Sequences share rows"
@@ -54,7 +53,7 @@ class Metric(NamedTuple):
 METRICS: dict[str, Metric] = {
     "tokens_per_second": Metric("tokens/s", "Tokens of all ranks per second"),
     "tokens_per_second_per_device": Metric(
-        "tokens/s", "The same per training process and attention server"
+        "tokens/s", "The same per process that trains or computes core attention"
     ),
     "imbalance_degree": Metric(
         "ratio", "Query-key pairs of the busiest rank over the mean, as planned"
@@ -98,7 +97,7 @@ METRICS: dict[str, Metric] = {
     "plans_within_nodes": Metric(
         "share", "Share of micro-batches in which rows travel only inside nodes", CHOSEN
     ),
-    "attention_servers": Metric("servers", "Dedicated attention servers that take part", SERVERS),
+    **{name: Metric(*described) for name, described in FIGURES.items()},
     "padding_share": Metric(
         "share", "Share of padded batches that is padding, which is not computed", PADDED
     ),
@@ -138,8 +137,7 @@ def predicted_attention(
     if choices is not None:
         return float(np.sum([choice.attention for choice in choices], axis=0).max())
     # Without a prediction, the busiest rank takes its share of the time of all ranks: by query-key
-    # pairs, weighted by the width of the heads. Workers beyond the ranks are servers, whose number
-    # changes.
+    # pairs, weighted by the width of the heads. The number of workers beyond the ranks changes.
     work = np.zeros(len(measured_seconds))  # [ranks]
     for plan in plans:
         for nano_batch in plan.nano_batches:
@@ -202,11 +200,8 @@ def flops_counter(model: nn.Module, processes_per_rank: int) -> Callable[[MicroB
 class StepMeter(TrainerCallback):
     """Collect figures of micro-batches and return them when the trainer logs."""
 
-    def __init__(
-        self, dispatcher: Dispatcher, model: nn.Module, pool: Pool | None, processes: int
-    ) -> None:
+    def __init__(self, dispatcher: Dispatcher, model: nn.Module, processes: int) -> None:
         self._dispatcher = dispatcher
-        self._pool = pool
         self._processes = processes
         self._costs: LearnedCosts | None = None  # None: steps also compute what is not in the plans
         self._layers = layers_by_kind(model)
@@ -271,8 +266,8 @@ class StepMeter(TrainerCallback):
             **self._figures_of_plans(measured.plans),
             **self._figures_of_predictions(measured),
         }
-        if self._pool is not None:
-            figures["attention_servers"] = len(self._pool.servers)
+        if self._dispatcher.remote is not None:
+            figures |= self._dispatcher.remote.figures()
         if self._is_cuda:
             figures["memory_peak_gib"] = torch.cuda.max_memory_allocated(self._device) / GIB
             figures["memory_reserved_gib"] = torch.cuda.memory_reserved(self._device) / GIB
@@ -296,8 +291,8 @@ class StepMeter(TrainerCallback):
         plans = measured.plans
         shared_rows = sum(plan.shared_rows for plan in plans)
         tokens = sum(plan.document_tokens for plan in plans)
-        servers = 0 if self._pool is None else len(self._pool.servers)
-        devices = self._processes + servers
+        remote = self._dispatcher.remote
+        devices = self._processes + (0 if remote is None else remote.present)
         longest_wait = max(measured.waits)
         figures = {
             "tokens_per_second": tokens / elapsed,

@@ -218,8 +218,8 @@ class DistCAMixin(PlannedTraining):
         if begins_pass and not batches and is_first_step:  # on every rank
             raise Data.EMPTY.error(name="train_dataset")
         # Without batches a stream has ended, and Trainer asks again until max_steps.
-        if self.pool is not None and batches:
-            self.pool.refresh()
+        if self.dispatcher.remote is not None and batches:
+            self.dispatcher.remote.refresh()
         samples, targets = super().get_batch_samples(iter(batches), len(batches), *args, **kwargs)
         if not planned and batches and is_first_step:
             self._check_first_targets(batches)

@@ -99,8 +99,8 @@ class DistCAPaddedMixin(PlannedTraining):
     ) -> tuple[list[dict[str, Any]], Tensor | int | None]:
         """Return the batches of an optimizer step as the trainer does."""
         self._begin_step()
-        if self.pool is not None:
-            self.pool.refresh()
+        if self.dispatcher.remote is not None:
+            self.dispatcher.remote.refresh()
         return super().get_batch_samples(epoch_iterator, num_batches, *args, **kwargs)
 
     def compute_loss(self, model: nn.Module, *args: Any, **kwargs: Any) -> Any:

@@ -1,8 +1,8 @@
 """PlannedTraining: what a training with planned core attention needs, whatever its batches are.
 
-It prepares model, dispatcher and servers, explains waits and failures of ranks, and logs figures.
-Two mixins add the batches: `DistCAMixin` packs documents, and with `DistCAPaddedMixin` the model
-takes padded batches.
+It prepares model and dispatcher, opens the pool, explains waits and failures of ranks, and logs
+figures. Two mixins add the batches: `DistCAMixin` packs documents, and with `DistCAPaddedMixin` the
+model takes padded batches.
 """
 
 import logging
@@ -16,8 +16,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, EvalLoopOutput
 
 from hf_distca.dispatch.dispatcher import Dispatcher
 from hf_distca.plan import MicroBatchPlan
-from hf_distca.pool.launch import TOKEN_FILE, open_pool
-from hf_distca.pool.rank.pool import Pool
+from hf_distca.pool.launch import open_pool
 from hf_distca.trainer import parallel, resuming
 from hf_distca.trainer.arguments import DistCAPaddedArguments
 from hf_distca.trainer.assembly import prepare_trainer
@@ -87,11 +86,10 @@ class PlannedTraining(_Trainer):
         args = self.args
         follow_log_level(args)
         self.dispatcher = dispatcher = prepare_trainer(self, packs=self.packs_documents)
-        self.pool: Pool | None = None
-        if args.attention_servers != 0:
-            token_file = args.attention_server_token_file or f"{args.output_dir}/{TOKEN_FILE}"
-            self.pool = open_pool(dispatcher, args, args.attention_server_launch, token_file)
-        self.meter = StepMeter(dispatcher, self.model, self.pool, args.world_size)
+        if args.remote_workers:
+            folder = Path(str(args.output_dir))
+            open_pool(dispatcher, args.attention_servers, args.attention_server_launch, folder)
+        self.meter = StepMeter(dispatcher, self.model, args.world_size)
         self.add_callback(self.meter)
         self._continuation = Continuation()
         self.add_callback(self._continuation)
@@ -118,7 +116,7 @@ class PlannedTraining(_Trainer):
     def train(
         self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any
     ) -> Any:
-        """Train as `Trainer.train` does; dedicated attention servers are released at the end.
+        """Train as `Trainer.train` does; remote workers are released at the end.
 
         Raises:
             RuntimeError: Another rank failed. The message says which one and why.
@@ -147,8 +145,8 @@ class PlannedTraining(_Trainer):
                     return super().train(checkpoint, *args, **kwargs)
         finally:
             self._end_training()
-            if self.pool is not None:
-                self.pool.close()
+            if self.dispatcher.remote is not None:
+                self.dispatcher.remote.close()
 
     def _prepare_training(self, checkpoint: str | None) -> None:
         """Check the data, and find the place from which a resumed training reads. A collective."""

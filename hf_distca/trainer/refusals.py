@@ -494,11 +494,11 @@ TRAINER: tuple[Rule, ...] = (
         ),
     ),
     Rule(
-        "attention_servers={0.args.attention_servers!r} is set with tensor parallelism "
+        "attention_servers={0.args.attention_servers.count!r} is set with tensor parallelism "
         "(tp_size={0.tp_size})",
         "servers serve one group of ranks, and ranks with different heads form separate groups",
         "set attention_servers=0, or tp_size=1",
-        lambda facts: facts.tp_size > 1 and facts.args.attention_servers != 0,
+        lambda facts: facts.tp_size > 1 and facts.args.remote_workers,
     ),
     Rule(
         "gradient_accumulation_steps={0.args.gradient_accumulation_steps} is set for "

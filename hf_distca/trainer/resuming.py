@@ -64,7 +64,7 @@ DIVIDED = "divided_streams"
 streams that every rank was given whole."""
 AGREED = (
     *("seed", "long_documents", "remove_unused_columns", "length_column_name", "divided_streams"),
-    *("num_train_epochs", "max_steps", "trace_steps", "attention_servers"),
+    *("num_train_epochs", "max_steps", "trace_steps"),
 )
 """Arguments that must be the same on all ranks, besides the order of documents.
 

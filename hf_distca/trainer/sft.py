@@ -8,7 +8,6 @@ from torch import nn
 
 from hf_distca.collator.refusals import Data
 from hf_distca.collator.texts import check_texts
-from hf_distca.config import setting
 from hf_distca.models.loading import planned_attention
 from hf_distca.plan import PLAN_KEY
 from hf_distca.refusal import PackageError, check
@@ -17,6 +16,7 @@ from hf_distca.trainer.loaders import EvaluationLoader, is_stream, named_dataset
 from hf_distca.trainer.mixin import DistCAMixin
 from hf_distca.trainer.predictions import Predictions
 from hf_distca.trainer.refusals import NO_SFT_SETTINGS, SFT_TRAINER, Run
+from hf_distca.units import setting
 
 try:
     from trl import SFTConfig, SFTTrainer

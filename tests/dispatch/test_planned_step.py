@@ -31,8 +31,8 @@ from hf_distca.plan.cost import Workers
 from hf_distca.plan.metrics import loads_of
 from hf_distca.planner.layout import fixed_layout
 from hf_distca.planner.micro_batch import plan_micro_batch, plan_placed
-from hf_distca.planner.servers import local_tasks, plan_lost, plan_with_servers
 from hf_distca.planner.settings import PlanSettings
+from hf_distca.pool.planning import local_tasks, plan_lost, plan_with_servers
 from hf_distca.pool.server import ServedTasks
 from tests.models_and_batches import (
     CHUNK_BYTES,
@@ -511,28 +511,28 @@ class Servers:
         )
         return repaired
 
-    def start(self, work, servers, kind, params, rows):
+    def start(self, work, workers, kind, params, rows):
         rank, ranks, nano = (
             self.groups.rank,
             self.groups.ranks,
             self.plan.nano_batches[work.nano_batch],
         )
         plan = nano.plans[kind]
-        workers = {ranks + server_rows.server for server_rows in servers}
-        assert workers == {*plan.tasks["worker"].tolist()} - {*range(ranks)}
+        computing = {*plan.tasks["worker"].tolist()}
+        assert {ranks + worker.index for worker in workers} == computing - {*range(ranks)}
         assert all(len(column_T) == nano.layout.tokens[rank] for column_T in rows.values())
         self.events.append(("start", *work, tuple(rows)))
         answers = {}
-        for server_rows in servers:
+        for worker in workers:
             sent = {
-                name: take(x, server_rows.q_rows if name in OF_QUERIES else server_rows.k_rows)
+                name: take(x, worker.q_rows if name in OF_QUERIES else worker.k_rows)
                 for name, x in rows.items()
             }
-            assert (len(sent["q"]), len(sent["k"])) == (server_rows.q_count, server_rows.k_count)
+            assert (len(sent["q"]), len(sent["k"])) == (worker.q_count, worker.k_count)
             received = self.groups.all_gather(sent)
-            answer = computed(self.kernel, plan, ranks + server_rows.server, received, params)[rank]
-            if server_rows.q_count + server_rows.k_count:
-                answers[server_rows.server] = answer
+            answer = computed(self.kernel, plan, ranks + worker.index, received, params)[rank]
+            if worker.q_count + worker.k_count:
+                answers[worker.index] = answer
         return SimpleNamespace(collect=partial(self._collect, work, answers))
 
     def _collect(self, work, answers):

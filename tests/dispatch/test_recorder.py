@@ -115,17 +115,17 @@ def test_on_the_cpu_the_clock_is_that_of_the_process_and_is_read_where_somebody_
 def test_listeners_get_what_they_asked_for():
     recorder = Recorder(CPU)
     kernels, everything = recorder.listen("kernel"), recorder.listen()
-    recorder.add(Span("server", "3", WORK, 1.0, 2.0, pairs=5))
+    recorder.add(Span("remote", "3", WORK, 1.0, 2.0, pairs=5))
     with recorder.span("kernel", "local", WORK, pairs=4):
         pass
     assert [(span.part, span.pairs) for span in kernels.take()] == [("local", 4)]
-    assert [span.kind for span in everything.take()] == ["server", "kernel"]
+    assert [span.kind for span in everything.take()] == ["remote", "kernel"]
     everything.stop()
     everything.stop()  # who closes twice has closed
-    latest = recorder.listen("server", most=2)
-    spans = [Span("server", "3", WORK, float(begin), begin + 1.0) for begin in range(3)]
+    latest = recorder.listen("remote", most=2)
+    spans = [Span("remote", "3", WORK, float(begin), begin + 1.0) for begin in range(3)]
     for span in spans:
         recorder.add(span)
-    assert recorder.seconds("server") == 4.0
+    assert recorder.seconds("remote") == 4.0
     assert kernels.take() == everything.take() == []
     assert (latest.take(), latest.take()) == (spans[1:], [])

@@ -18,9 +18,10 @@ from hf_distca.cli.main import TOOLS
 from hf_distca.collator.refusals import Data, Source
 from hf_distca.models.refusals import ADAPTERS, ALORA, PROMPT_LEARNING, Models
 from hf_distca.refusal import Refusal
+from hf_distca.server_settings import AttentionServers, Servers
 from hf_distca.trainer import refusals
 from hf_distca.trainer.metrics import METRICS, PREFIX
-from hf_distca.units import Bytes, BytesOrAuto, RowsOrAuto, Servers, Switch, TokensOrAuto, Tolerance
+from hf_distca.units import Bytes, BytesOrAuto, RowsOrAuto, Switch, TokensOrAuto, Tolerance
 
 FOLDER = Path(__file__).parents[2] / "docs" / "reference"
 PAGES = ("settings.md", "metrics.md", "cli.md", "refusals.md")
@@ -48,7 +49,7 @@ TYPES: dict[Any, str] = {
     Bytes: 'integer, or text such as `"128MiB"`',
     BytesOrAuto: 'integer, text such as `"128MiB"`, or `"auto"`',
     RowsOrAuto: 'integer, or `"auto"`',
-    Servers: 'integer, or `"external"`',
+    Servers: 'integer, `"external"`, or a dictionary, as JSON on a command line',
     Tolerance: 'number, or `"auto"`',
     Switch: '`True`, `False` or `"auto"`',
     bool: "`True` or `False`",
@@ -68,7 +69,7 @@ UNITS = {
     ),
     "bytes": ("exchange_buffer_bytes", "loss_chunk_bytes"),
     "ranks": ("ranks_per_node",),
-    "seconds": ("exchange_timeout", "attention_server_timeout"),
+    "seconds": ("exchange_timeout",),
     "steps": ("trace_steps",),
     "processes": ("attention_servers", "dataloader_num_workers"),
 }
@@ -118,8 +119,9 @@ def defaults(_: str) -> str:
 
 def default(name: str) -> str:
     field, kind = FIELDS[name]
-    shown = f'"{field.default}"' if isinstance(field.default, str) else repr(field.default)
-    return f"`{shown}`" + (f" ({field.default // 2**20} MiB)" if kind is Bytes else "")
+    return f"`{shown(field.default)}`" + (
+        f" ({field.default // 2**20} MiB)" if kind is Bytes else ""
+    )
 
 
 def settings(names: str) -> str:
@@ -135,7 +137,22 @@ def settings(names: str) -> str:
         unit = "".join(f"; unit: {unit}" for unit, of_unit in UNITS.items() if name in of_unit)
         facts = f"{of_type}{unit}; default: {default(name)}"
         texts.append(f"### `{name}`\n\n*{facts}*\n\n{prose(field.metadata['help'])}\n")
+        if kind is Servers:
+            texts.append(members(AttentionServers))
     return "\n".join(texts)
+
+
+def members(group: type) -> str:
+    """A table of the members of a setting that is a group."""
+    rows = (
+        (f"`{member.name}`", f"`{shown(member.default)}`", prose(member.metadata["help"]))
+        for member in dataclasses.fields(group)
+    )
+    return table(("member", "default", "meaning"), *rows)
+
+
+def shown(value: Any) -> str:
+    return f'"{value}"' if isinstance(value, str) else repr(value)
 
 
 def metrics(where: str) -> str:

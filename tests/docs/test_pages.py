@@ -30,6 +30,7 @@ import hf_distca
 from benchmarks import result_tables as tables
 from benchmarks.result_tables import result
 from hf_distca.cli.main import main
+from hf_distca.server_settings import AttentionServers
 from hf_distca.trainer.metrics import METRICS
 from tests.docs.reference import REFUSALS, template
 from tests.launch import CONFIGS, ROOT
@@ -297,11 +298,8 @@ def test_defaults_of_options(capsys, subtests, page, tool):
 
 def test_defaults_of_settings_of_servers():
     rows = re.findall(r"^\| `(\w+)` \| [^|]* \| ([^|]*) \|", PAGES["docs/guides/servers.md"], re.M)
-    assert {name for name, _ in rows} == {
-        name for name in SETTINGS if re.match("attention_server|ranks_serve", name)
-    }
     assert {name: default.replace("`", "") for name, default in rows} == {
-        name: shown_default(SETTINGS[name].default) for name, _ in rows
+        member.name: shown_default(member.default) for member in fields(AttentionServers)
     }
 
 

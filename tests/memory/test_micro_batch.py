@@ -45,6 +45,7 @@ from hf_distca.plan import AttentionKind
 from hf_distca.plan.routes import make_routes
 from hf_distca.planner.micro_batch import plan_micro_batch
 from hf_distca.planner.settings import PlanSettings
+from hf_distca.pool.simulation import with_servers
 from hf_distca.predict.profile import DeviceProfile
 from hf_distca.predict.shapes import CHUNK, ModelShape
 from hf_distca.predict.step_costs import on_a_gpu
@@ -567,7 +568,8 @@ RUN = RunSpec(
     strategy="fsdp2",
     mixed=True,
 )
-PLAIN, WHOLE, ULYSSES, CONTEXT, FIXED, CHOSEN, SERVERS = all_strategies(RUN, 1)
+PLAIN, WHOLE, ULYSSES, CONTEXT, FIXED, CHOSEN = all_strategies(RUN)
+SERVERS = with_servers(1, RUN)
 
 
 def memory_of(of_plans=SETTINGS, **changes):

@@ -180,7 +180,7 @@ def test_routes_carry_the_bytes_that_are_counted(plan, stage_rows):
     counted = count_plan(plan, AttentionKind(plan.window), 2)
     assert counted.most_rows == rows_by_stage(replace(plan, stage_rows=None)).max()
     among = np.arange(plan.workers) < plan.layout.ranks  # servers get their rows in exchanges apart
-    for number, sent in ((counted.among_ranks, among), (counted.with_servers, ~among)):
+    for number, sent in ((counted.among_ranks, among), (counted.with_remote, ~among)):
         assert number.queries[:, 0].sum(0).tolist() == (queries * sent).sum(1).tolist()
         assert number.keys[:, 1].sum(0).tolist() == (sum(keys) * sent).sum(0).tolist()
     for worker, mine in enumerate(routes):

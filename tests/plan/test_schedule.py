@@ -255,13 +255,13 @@ def test_a_forward_written_out():
 @pytest.mark.parametrize(
     ("direction", "call", "answer"),
     [
-        ("forward", "q k v to servers", "o lse from servers"),
-        ("backward", "q do o lse k v to servers", "dq dk dv from servers"),
+        ("forward", "q k v to remote workers", "o lse from remote workers"),
+        ("backward", "q do o lse k v to remote workers", "dq dk dv from remote workers"),
     ],
 )
-def test_servers_are_asked_first_and_waited_for_last(direction, call, answer, forwards):
-    served = made(direction, "second", 1, forwards, servers=True)
-    unserved = made(direction, "second", 1, forwards, servers=False)
+def test_remote_workers_are_asked_first_and_waited_for_last(direction, call, answer, forwards):
+    served = made(direction, "second", 1, forwards, remote_workers=True)
+    unserved = made(direction, "second", 1, forwards, remote_workers=False)
     assert served[0].name == f"{unserved[0].name}, {call}"
     assert served[-1].name == f"{unserved[-1].name}, {answer}"
     assert served[1:-1] == unserved[1:-1]
@@ -304,10 +304,10 @@ def steps(phase):
 def test_rows_take_one_hop_after_another_and_their_memory_is_used_again(
     turn, stages, forwards, direction
 ):
-    schedule = made(direction, turn, stages, forwards, servers=True)
+    schedule = made(direction, turn, stages, forwards, remote_workers=True)
     order = [step for phase in schedule for step in steps(phase)]
     # 1. What is sent is waited for once, and in the order of its group.
-    transfers = [(verb, step) for verb, step in order if verb != "run" and step.rows != "servers"]
+    transfers = [(verb, step) for verb, step in order if verb != "run" and step.rows != "remote"]
     sent = [transfer for verb, transfer in transfers if verb == "send"]
     awaited = [transfer for verb, transfer in transfers if verb == "wait"]
     assert len(set(sent)) == len(sent)

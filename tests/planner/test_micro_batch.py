@@ -13,8 +13,8 @@ from hf_distca.plan.cost import RowBytes, Workers
 from hf_distca.plan.metrics import bytes_moved, loads_of
 from hf_distca.planner.layout import fixed_layout, layout_of_kind, mirrored
 from hf_distca.planner.micro_batch import plan_micro_batch, plan_placed
-from hf_distca.planner.servers import plan_with_servers
 from hf_distca.planner.settings import PlanSettings
+from hf_distca.pool.planning import plan_with_servers
 from tests.planner.carried_out import check
 from tests.planner.plan_checks import check_layout, check_plan, loads_by_row, rows_of
 

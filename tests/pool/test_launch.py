@@ -25,13 +25,14 @@ import transformers
 from accelerate import PartialState
 from transformers import TrainerCallback
 
-from hf_distca import DistCAConfig, DistCATrainingArguments
+from hf_distca import DistCATrainingArguments
 from hf_distca.dispatch.dispatcher import Dispatcher
 from hf_distca.planner.settings import PlanSettings
 from hf_distca.pool import child, nixl
 from hf_distca.pool import launch as launches
 from hf_distca.pool.child import STARTS, serve_from_child
 from hf_distca.pool.launch import TOKEN_FILE, Launch, open_pool, serve_if_server, split_launch
+from hf_distca.server_settings import AttentionServers
 from hf_distca.waiting import in_thread
 from tests.launch import run_in_forks
 from tests.models_and_batches import small_kinds
@@ -115,9 +116,7 @@ def test_servers_of_the_same_launch(tmp_path):
     }
     options = {"train_sampling_strategy": "sequential", "bf16": False, "dataloader_num_workers": 1}
     options |= {
-        "attention_servers": 2,
-        "attention_server_transport": TRANSPORT,
-        "ranks_serve": False,
+        "attention_servers": {"count": 2, "transport": TRANSPORT, "ranks_serve": False},
     }
     (tmp_path / "options").write_text(
         json.dumps({"lengths": LENGTHS, **PLANNED, **trained, **options})
@@ -162,13 +161,13 @@ def trained_while_servers_come_and_go(folder, port):
     """
     losses = []
     coming = Coming(port, folder)
-    serving = {"attention_servers": "external", "attention_server_address": f"127.0.0.1:{port}"}
-    for options in ({}, {**serving, "ranks_serve": False, "attention_server_timeout": 77.0}):
+    servers = {"count": "external", "address": f"127.0.0.1:{port}"}
+    serving = {"attention_servers": {**servers, "ranks_serve": False, "timeout": 77.0}}
+    for options in ({}, serving):
         trainer = make_trainer(str(folder), max_steps=8, **options)
         if options:
-            assert trainer.pool is trainer.dispatcher.remote
-            assert trainer.pool.ranks_serve is False
-            assert trainer.pool.timeout_s == 77.0
+            assert trainer.dispatcher.remote.ranks_serve is False
+            assert trainer.dispatcher.remote.timeout_s == 77.0
             if dist.get_rank() == 0:
                 trainer.add_callback(coming)
         trainer.train()
@@ -194,12 +193,10 @@ def opened_where_rank_1_lacks_nixl(port):
     dispatcher = Dispatcher(
         PlanSettings(dist.get_world_size(), tokens_per_rank=64, kinds=small_kinds(None)), CPU
     )
-    config = DistCAConfig(
-        64, attention_server_address=f"127.0.0.1:{port}", attention_server_transport="nixl"
-    )
+    servers = AttentionServers(1, address=f"127.0.0.1:{port}", transport="nixl")
     lacking = patch.object(nixl, "_MODULES", ()) if dist.get_rank() == 1 else nullcontext()
     with lacking, pytest.raises(ValueError, match="NIXL") as caught:
-        open_pool(dispatcher, config, Launch(None), "")
+        open_pool(dispatcher, servers, Launch(None), Path())
     return str(caught.value)
 
 
@@ -208,7 +205,7 @@ def test_nixl_that_one_rank_lacks_is_an_error_on_every_rank(rank_pools):
     port = free_port()
     for message in rank_pools[2].run(opened_where_rank_1_lacks_nixl, port):
         assert (
-            "rank 1: attention_server_transport='nixl' cannot be used: NIXL is not installed"
+            "rank 1: attention_servers={'transport': 'nixl'} cannot be used: NIXL is not installed"
             in message
         )
         assert "install nixl-cu12" in message
@@ -299,8 +296,7 @@ def test_arguments_are_made_in_a_server_and_whoever_asks_for_its_device_lets_it_
 
     monkeypatch.setattr(launches, "serve_from_child", serve)
     options = {
-        "attention_servers": 1,
-        "attention_server_timeout": 7.0,
+        "attention_servers": {"count": 1, "timeout": 7.0},
         "attention_kernel": "reference",
     }
     arguments = DistCATrainingArguments(str(tmp_path), **options)

@@ -16,7 +16,7 @@ import torch
 
 from hf_distca.dispatch.groups import Groups
 from hf_distca.dispatch.recorder import Recorder, Span, Work
-from hf_distca.dispatch.remote import ServerRows
+from hf_distca.dispatch.remote import RemoteRows
 from hf_distca.dispatch.rows import IndexBuffer
 from hf_distca.kernels import AttentionParams
 from hf_distca.plan.routes import make_routes
@@ -24,7 +24,7 @@ from hf_distca.planner.micro_batch import plan_micro_batch
 from hf_distca.planner.settings import PlanSettings
 from hf_distca.pool.messages import End, RankHello, RankWelcome, Reply, ServerHello
 from hf_distca.pool.rank.link import ServerLink
-from hf_distca.pool.rank.pool import Pool
+from hf_distca.pool.rank.pool import FIGURES, Pool
 from hf_distca.pool.transport import Memory
 from hf_distca.pool.wire import LinkLost, MismatchError
 from tests.pool.ends import CPU, SLIM, TOKEN, channels, make_call, message, wait_until
@@ -268,8 +268,10 @@ def other_rank(changed, **methods):
 
 def test_results_come_by_name_and_what_they_took_is_recorded(make_pool):
     pool = make_pool(7)
+    assert (pool.present, pool.figures()) == (1, {"attention_servers": 1})
+    assert pool.figures().keys() == FIGURES.keys()
     plan, at_servers = pool.bind(plan_micro_batch([64], SETTINGS), SETTINGS)
-    server_rows = ServerRows(
+    server_rows = RemoteRows(
         0, make_routes(plan.nano_batches[0].plans[SLIM], 0), 1, IndexBuffer(CPU)
     )
     assert server_rows.q_count > 0
@@ -287,7 +289,7 @@ def test_results_come_by_name_and_what_they_took_is_recorded(make_pool):
     assert shapes == {"o": (server_rows.q_count, 2, 8), "lse": (server_rows.q_count, 2)}
     assert recording.take() == [
         Span("call", "7", WORK, 10.0, 13.0),
-        Span("server", "7", WORK, 11.25, 13.0, pairs=40),
+        Span("remote", "7", WORK, 11.25, 13.0, pairs=40),
     ]
     assert link.calls == [0, 1]
     link.lost = "it is gone"
@@ -313,7 +315,7 @@ def test_members_of_the_directory_take_part_until_they_leave_it_or_training_ends
     assert pool.speeds.workers(1, pool.servers, False).speed == (1.0, 2.0)
     later = pool.links[8]
     pool.recorder.add(
-        Span("server", "8", WORK, 0.0, 1.0, pairs=600)
+        Span("remote", "8", WORK, 0.0, 1.0, pairs=600)
     )  # six times a rank's 100 pairs/s
     for _ in range(2):  # learned once
         pool.refresh()

@@ -70,7 +70,8 @@ def test_a_server_that_was_far_once_is_tried_again_and_a_step_without_pairs_or_s
 PING = Work(0, 0, "forward")
 PONG = Work(0, 1, "forward")
 BACKWARD = Work(0, 1, "backward")
-SEND, COLLECT = "run local; send q, q k v to servers", "wait o lse, o lse from servers"
+SEND = "run local; send q, q k v to remote workers"
+COLLECT = "wait o lse, o lse from remote workers"
 
 
 def phase(work, part, begin, end):
@@ -82,7 +83,7 @@ def answered(server, work, travel_s, seconds, pairs):
     end = 1000.0 + travel_s + seconds
     return [
         Span("call", str(server), work, 1000.0, end),
-        Span("server", str(server), work, end - seconds, end, pairs),
+        Span("remote", str(server), work, end - seconds, end, pairs),
     ]
 
 

@@ -234,7 +234,7 @@ class TrainingRank:
             batch = cut_rows(plan, self.rank, random_documents(lengths))
             batch |= {"labels": batch["shift_labels"], PLAN_KEY: self.dispatcher.bind(plan)}
         self.at_servers[-1] |= any(
-            routes.servers
+            routes.remote
             for nano in batch[PLAN_KEY].nano_batches
             for routes in nano.routes.values()
         )

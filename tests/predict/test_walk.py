@@ -258,10 +258,10 @@ def test_ranks_that_share_no_documents_do_not_wait_for_each_other(connected, bus
     queries = np.zeros((2, 2, 4), np.int64)
     queries[0, 0, [0, 2]] = queries[0, 1, [1, 3]] = 1
     among_ranks = RowsMoved(queries, queries * 0)
-    with_servers = RowsMoved(queries * 0, queries * 0)
+    with_remote = RowsMoved(queries * 0, queries * 0)
     plan = CountedPlan(
         *(tasks(0, 0, 0, 0), tasks(0, 0, 0, 0), tasks(0, 9, 0, 1)),
-        *(among_ranks, with_servers, RowBytes(1, 1, 1), 1, 0, 4, False, False),
+        *(among_ranks, with_remote, RowBytes(1, 1, 1), 1, 0, 4, False, False),
         np.array(connected),
     )
     before = np.array([2.0, 2, 7, 7])

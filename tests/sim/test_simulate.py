@@ -10,6 +10,7 @@ from hf_distca.predict.setup import Setup
 
 from hf_distca.plan import AttentionKind
 from hf_distca.planner.settings import PlanSettings
+from hf_distca.pool.simulation import with_servers
 from hf_distca.predict.profile import DeviceProfile
 from hf_distca.predict.seconds import KernelCost, LinkCost, Links
 from hf_distca.predict.shapes import MixingShape, ModelShape
@@ -135,7 +136,7 @@ def test_strategies_that_transformers_run():
     def strategies(**changes):
         setup = replace(SETUP, ranks=8, **changes)
         settings = replace(SETTINGS, ranks=8, kinds=tuple(map(setup.on_a_gpu, setup.model.layers)))
-        names = {each.name: each.in_transformers for each in all_strategies(setup, settings, 0)}
+        names = {each.name: each.in_transformers for each in all_strategies(setup, settings)}
         return [name for name, runs in names.items() if runs], list(names)
 
     kind = replace(KIND, q_heads=12, kv_heads=4)
@@ -156,21 +157,42 @@ def test_strategies_that_transformers_run():
     ]
 
 
-@pytest.mark.parametrize("layout", ["auto", "fixed"])
-def test_planned_attention_on_free_links_takes_the_mean_and_servers_their_share(layout):
-    lengths, setup = (
-        np.array([1500, 200, 120, 90, 70, 60]),
-        replace(SETUP, ranks=4, tokens_per_rank=512),
-    )
+UNEVEN = np.array([1500, 200, 120, 90, 70, 60])
+OF_FOUR = replace(SETUP, ranks=4, tokens_per_rank=512)
+
+
+@pytest.mark.parametrize("layout", ["joint", "fixed"])
+def test_planned_attention_on_free_links_takes_the_mean(layout):
+    lengths, setup = UNEVEN, OF_FOUR
     settings = PlanSettings(4, 512, kinds=(KIND,), document_layout=layout, balance_block_size=16)
     step, plan = planned(lengths, setup, settings)
     mean = PER_PAIR * float((lengths * (lengths + 1) / 2).sum()) / 4
     assert step.attention.max() == pytest.approx(mean, rel=0.015)
     assert step.seconds == pytest.approx(step.attention.max(), rel=1e-6)
     assert plan.summary.max_over_mean < 1.011
-    helped, _ = planned(lengths, setup, settings, servers=2)
-    assert helped.attention.max() == pytest.approx(mean * 4 / 6, rel=0.05)
-    assert helped.seconds < step.seconds
+
+
+def test_servers_take_their_share_of_planned_attention():
+    settings = PlanSettings(4, 512, kinds=(KIND,), balance_block_size=16)
+    alone, _ = planned(UNEVEN, OF_FOUR, settings)
+    helped, _ = with_servers(2, OF_FOUR, settings).step(UNEVEN)
+    assert helped.attention.max() == pytest.approx(alone.attention.mean() * 4 / 6, rel=0.05)
+    assert helped.seconds < alone.seconds
+
+
+def test_a_server_is_on_a_node_of_its_own():
+    # Ranks with equal documents exchange nothing: all rows go to the server, over its one link.
+    slow = replace(FREE, within=LinkCost(0, 1.0), between=LinkCost(0, 1.0))
+    seconds = []
+    for ranks_per_node in (1, 2):
+        setup = replace(
+            SETUP, profile=replace(PROFILE, exchange=slow), ranks_per_node=ranks_per_node
+        )
+        settings = replace(SETTINGS, ranks_per_node=ranks_per_node)
+        step, plan = with_servers(1, setup, settings).step(np.array([8, 8]))
+        assert plan.summary.exchange.bytes_total > 0
+        seconds.append(step.seconds)
+    assert seconds[0] == seconds[1]
 
 
 @pytest.mark.parametrize(("ranks_per_node", "place"), [(2, "within"), (1, "between")])
@@ -225,12 +247,13 @@ def test_documents_beyond_all_ranks_are_cut_and_counted_for_every_strategy_and_n
 def test_gpus_of_servers_and_tensor_parallelism():
     setup = replace(SETUP, tensor_parallel=2)
     settings = replace(SETTINGS, kinds=(setup.on_a_gpu(KIND),))
-    simulation = simulate([np.array([8, 4])], setup, settings, 1, servers=1)
+    others = [with_servers(1, setup, settings)]
+    simulation = simulate([np.array([8, 4])], setup, settings, 1, others)
     strategies = {figures.name: figures for figures in simulation.strategies}
-    without_servers = [figures for figures in simulation.strategies if not figures.servers]
-    assert {figures.gpus for figures in without_servers} == {2 * 2}
+    served = strategies.pop("hf_distca, joint, 1 server")
+    assert {figures.gpus for figures in strategies.values()} == {2 * 2}
     assert simulation.best_in_transformers == "plain packing"  # nothing else, beside such GPUs
-    assert strategies["hf_distca, 1 server"].gpus == (2 + 1) * 2
+    assert served.gpus == (2 + 1) * 2
 
 
 def test_memory_is_asked_for_the_plan_whose_busiest_rank_exchanges_the_most():

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from transformers import TrainerCallback
 
+from hf_distca import DistCAConfig
 from hf_distca.plan import ExchangeFigures, PlanChoice, PlanSummary
 from hf_distca.planner.settings import UNBALANCED
 from hf_distca.trainer.console import for_console, log_choice
@@ -103,7 +104,7 @@ def test_words_of_choices(caplog):
         given: dict[str, Any] = {
             "device_profile": None,
             "output_dir": "out",
-            "attention_servers": 0,
+            "why_nothing_is_compared": DistCAConfig().why_nothing_is_compared,
         }
         given |= {
             "document_layout": "fixed",
@@ -141,4 +142,7 @@ def test_words_of_choices(caplog):
         logged(None)
         == f"{as_set}plans, because none of them is 'auto'. First micro-batch: {outcome}"
     )
-    assert "because attention servers may come and go" in logged(None, attention_servers="external")
+    reason = DistCAConfig(attention_servers="external").why_nothing_is_compared
+    assert "because attention servers may come and go" in logged(
+        None, why_nothing_is_compared=reason
+    )

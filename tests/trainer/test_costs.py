@@ -20,7 +20,7 @@ from hf_distca.predict.profile import DeviceProfile
 from hf_distca.predict.seconds import KernelCost, KindCosts, LinkCost, Links, MixingCosts, StepCosts
 from hf_distca.trainer import costs as costs_module
 from hf_distca.trainer.assembly import make_dispatcher
-from hf_distca.trainer.costs import PROFILE_FILE, LearnedCosts, observe
+from hf_distca.trainer.costs import PROFILE_FILE, LearnedCosts, observe, with_costs
 from tests.models_and_batches import SMALL_KIND, exchanging, small_model
 from tests.trainer.small_trainers import make_trainer
 

@@ -118,9 +118,12 @@ def figures_of(clock):
             recorder=SimpleNamespace(seconds=clock.seconds),
             groups=SimpleNamespace(all_gather=lambda value: [value, *others], ranks=2),
             device=torch.device("cpu"),
+            remote=None,
         )
-        pool = None if servers is None else SimpleNamespace(servers=servers)
-        meter: Any = StepMeter(dispatcher, small_model(), pool, 2)
+        if servers is not None:
+            figures_of_servers = {"attention_servers": servers}
+            dispatcher.remote = SimpleNamespace(figures=lambda: figures_of_servers, present=servers)
+        meter: Any = StepMeter(dispatcher, small_model(), 2)
         if padded is None:
             meter.compare_with(SimpleNamespace(besides=0.5))
         for exchange in moved:
@@ -219,7 +222,7 @@ def test_figures_of_devices_and_servers(figures_of, monkeypatch):
     monkeypatch.setattr(
         metrics, "flops_counter", lambda model, processes_per_rank: lambda plan: 50.0
     )
-    figures = figures_of(servers=[7])
+    figures = figures_of(servers=1)
     assert figures["tokens_per_second"] == 12.0
     assert figures["tokens_per_second_per_device"] == 4.0
     assert figures["exposed_exchange_share"] == 0.5

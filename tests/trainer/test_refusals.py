@@ -574,7 +574,6 @@ def test_what_ranks_must_agree_on():
             "num_train_epochs": 5,
             "max_steps": 9,
             "trace_steps": 1,
-            "attention_servers": "external",
         },
         **{"gradient_accumulation_steps": 2, "train_sampling_strategy": "sequential"},
     }.items():

@@ -22,15 +22,15 @@ from torch import Tensor
 
 from hf_distca.dispatch.dispatcher import Dispatcher
 from hf_distca.dispatch.recorder import Span, Work
-from hf_distca.dispatch.remote import ServerRows
+from hf_distca.dispatch.remote import RemoteRows
 from hf_distca.dispatch.rows import take
 from hf_distca.kernels import AttentionParams
 from hf_distca.kernels.speed import measure_speed
 from hf_distca.plan import AttentionKind, MicroBatchPlan, Plan
-from hf_distca.planner.servers import plan_lost, plan_with_servers
 from hf_distca.planner.settings import PlanSettings
 from hf_distca.pool.directory import Directory
 from hf_distca.pool.messages import Call, ServerHello, plan_tables
+from hf_distca.pool.planning import plan_lost, plan_with_servers
 from hf_distca.pool.rank.link import Answer, ServerLink
 from hf_distca.pool.rank.speeds import OBSERVED, Speeds, observe
 from hf_distca.pool.transport import Memory, rank_hello
@@ -42,6 +42,14 @@ logger = logging.getLogger(__name__)
 CONNECT_S = 10.0
 """For connecting to a server that has joined, at most."""
 
+FIGURES = {
+    "attention_servers": (
+        "servers",
+        "Dedicated attention servers that take part",
+        "Dedicated attention servers",
+    )
+}
+"""Unit, meaning and condition of each figure in the log of a training."""
 POLL_S = 0.2
 """Seconds between two looks into the directory while ranks wait for servers."""
 SPANS = 1 << 16
@@ -89,6 +97,15 @@ class Pool:
     def servers(self) -> tuple[int, ...]:
         """Ids of the servers that take part."""
         return tuple(sorted(self.links))
+
+    @property
+    def present(self) -> int:
+        """Number of servers that take part."""
+        return len(self.links)
+
+    def figures(self) -> dict[str, float]:
+        """Return the figures that `FIGURES` describes."""
+        return {"attention_servers": self.present}
 
     # Between steps
 
@@ -265,13 +282,13 @@ class _PlanAtServers:
     def start(
         self,
         work: Work,
-        servers: Sequence[ServerRows],
+        workers: Sequence[RemoteRows],
         kind: AttentionKind,
         params: AttentionParams,
         rows: Mapping[str, Tensor],
     ) -> "_CallAtServers":
         memory = self.pool.memory
-        ids = {server_rows.server: self.servers[server_rows.server] for server_rows in servers}
+        ids = {worker.index: self.servers[worker.index] for worker in workers}
         # The server refuses a dtype that it does not know.
         dtype: Any = str(rows["q"].dtype).removeprefix("torch.")
         call_id = next(self.pool.call_ids)
@@ -286,18 +303,18 @@ class _PlanAtServers:
             dtype,
         )
         under_way = _CallAtServers(self.pool, work, rows["q"].device, ids)
-        for server_rows in servers:
-            link = self.pool.links.get(ids[server_rows.server])
-            if link is None or not server_rows.q_count + server_rows.k_count:
+        for worker in workers:
+            link = self.pool.links.get(ids[worker.index])
+            if link is None or not worker.q_count + worker.k_count:
                 continue  # the server is lost, or needs no rows of this rank
-            index = {"queries": server_rows.q_rows, "keys": server_rows.k_rows}
-            counts = {"queries": server_rows.q_count, "keys": server_rows.k_count}
+            index = {"queries": worker.q_rows, "keys": worker.k_rows}
+            counts = {"queries": worker.q_count, "keys": worker.k_count}
             staged_rows, ready = memory.stage(
                 [take(rows[spec.name], index[spec.rows]) for spec in call.request()]
             )
             results = {spec.name: memory.empty(spec, counts[spec.rows]) for spec in call.reply()}
             with suppress(LinkLost):  # the collection will find the link lost
-                under_way.requests[server_rows.server] = (
+                under_way.requests[worker.index] = (
                     link,
                     link.call(call, staged_rows, results, ready),
                 )
@@ -331,7 +348,7 @@ class _CallAtServers:
                 name = str(self.ids[server])
                 recorder.add(Span("call", name, self.work, answer.departed, arrived))
                 recorder.add(
-                    Span("server", name, self.work, arrived - reply.seconds, arrived, reply.pairs)
+                    Span("remote", name, self.work, arrived - reply.seconds, arrived, reply.pairs)
                 )
         # 2. Agree with the other ranks on the servers that are lost.
         lost_ids = self.pool.without_lost(self.ids.values())

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from hf_distca.dispatch.recorder import Kind, Span, Work
 from hf_distca.plan.cost import Workers
-from hf_distca.plan.schedule import FROM_SERVERS, TO_SERVERS
+from hf_distca.plan.schedule import FROM_REMOTE, TO_REMOTE
 
 SMOOTHING = 0.5
 """Share of a new observation in a speed, a base load or a travel time."""
@@ -16,7 +16,7 @@ DIRECTIONS = 2
 """A measured speed counts a pair once for its forward and backward, an observed one in each of
 them."""
 
-OBSERVED: tuple[Kind, ...] = ("phase", "kernel", "call", "server")
+OBSERVED: tuple[Kind, ...] = ("phase", "kernel", "call", "remote")
 """Kinds of spans that `observe` reads."""
 
 
@@ -55,7 +55,7 @@ def observe(spans: Sequence[Span]) -> Observed:
             observed.seconds += seconds
         elif span.kind == "call":
             calls[span.part] = span
-        elif span.kind == "server":
+        elif span.kind == "remote":
             served = observed.servers.setdefault(int(span.part), Served())
             served.pairs += span.pairs
             served.seconds += seconds
@@ -82,11 +82,11 @@ def _observe_phases(spans: Sequence[Span], observed: Observed) -> set[Work | Non
         if under_way and last_end is not None:
             observed.between_s += max(phase.begin - last_end, 0.0)
         last_end = phase.end if last_end is None else max(last_end, phase.end)
-        if TO_SERVERS in phase.part:
+        if TO_REMOTE in phase.part:
             if under_way:
                 shared.add(phase.work)
             under_way += 1
-        if FROM_SERVERS in phase.part:
+        if FROM_REMOTE in phase.part:
             observed.calls += 1
             under_way = max(under_way - 1, 0)
     return shared

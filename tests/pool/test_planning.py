@@ -10,16 +10,16 @@ from hf_distca.plan import TASK, AttentionKind, Plan
 from hf_distca.plan.cost import RowBytes, Workers
 from hf_distca.plan.metrics import bytes_by_link, bytes_moved, exchange_figures, loads_of
 from hf_distca.plan.stages import rows_by_stage
-from hf_distca.planner import servers
 from hf_distca.planner.layout import fixed_layout
 from hf_distca.planner.micro_batch import plan_micro_batch, plan_placed
-from hf_distca.planner.servers import (
+from hf_distca.planner.settings import PlanSettings
+from hf_distca.pool import planning
+from hf_distca.pool.planning import (
     local_tasks,
     plan_lost,
     plan_with_servers,
     without_ranks,
 )
-from hf_distca.planner.settings import PlanSettings
 from hf_distca.predict.counts import count_plan
 from tests.planner.carried_out import carried_out, keys_of, plans_of_all_kinds
 from tests.planner.plan_checks import check_plan, rows_of
@@ -138,7 +138,7 @@ def settings_of(ranks, block, **others):
 
 def seconds_of(plan, kind, settings, pairs_per_second):
     counted = count_plan(plan, kind, settings.bytes_per_value, settings.node_of_ranks)
-    return servers.seconds_of(plan, counted, settings, pairs_per_second)
+    return planning.seconds_of(plan, counted, settings, pairs_per_second)
 
 
 def test_the_summary_is_of_the_costliest_kind_of_attention_and_of_links_inside_nodes_and_between():

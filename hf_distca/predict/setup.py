@@ -59,7 +59,6 @@ class Setup:
         return costs.forward_only() if self.forward_only else costs
 
     def _kind_costs(self, kind: AttentionKind, layers: int) -> KindCosts:
-        """Return the costs of core attention in the layers of a kind."""
         kind = self.on_a_gpu(kind)
         forward = self.profile.kernel(kind, "forward")
         return KindCosts(kind, layers, forward, self.profile.kernel(kind, "backward"))
@@ -77,7 +76,6 @@ class Setup:
         return flops_s + size / profile.bytes_per_second
 
     def _mixing_costs(self, shape: MixingShape) -> MixingCosts:
-        """Return the costs of a layer that mixes rows in order."""
         operations, continued_operations = shape.operations
         touched, continued_touched = shape.touched
         gpus = self.tensor_parallel

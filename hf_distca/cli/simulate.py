@@ -199,7 +199,6 @@ def run(options: argparse.Namespace) -> None:
 def _figures(
     options: argparse.Namespace, result: Simulation, padded: Sequence[PaddedFigures], run: RunSpec
 ) -> dict[str, Any]:
-    """Return the figures that are printed and drawn."""
     figures = {**asdict(result), "profile": run.device.name}
     if padded:
         columns = [padded_columns(strategy, padded[0]) for strategy in padded]

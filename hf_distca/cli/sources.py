@@ -88,7 +88,6 @@ def drawn_padded_batches(
 
 
 def _draw_of(options: argparse.Namespace) -> Draw:
-    """Return the draw of lengths from the source."""
     source: str = options.lengths
     if source in corpora():
         draw = corpora()[source]

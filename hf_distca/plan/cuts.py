@@ -136,7 +136,6 @@ def _by_segment(
     Args:
         values: [pairs].
         segment_of_pair: [pairs] segment to which each pair belongs; -1 for none.
-        segments: number of segments.
     """
     return tuple(tuple(values[segment_of_pair == segment].tolist()) for segment in range(segments))
 

@@ -284,7 +284,6 @@ class _Transfers:
 def _transfers(
     direction: Direction, stages: int, *, forwards: bool, remote_workers: bool
 ) -> _Transfers:
-    """Return the transfers of one core attention, forward or backward."""
     # 1. Columns that travel. Gradients of K and V return in the stages in which K and V go.
     keys = tuple(Transfer("keys", ("k", "v"), stage=stage) for stage in range(stages))
     if direction == "forward":
@@ -322,7 +321,6 @@ def _inside_nodes(transfers: tuple[Transfer, ...]) -> tuple[Transfer, ...]:
 def _local_calls(
     direction: Direction, turn: Turn, calls: frozenset[CallKey], stages: int, *, windowed: bool
 ) -> dict[Place, tuple[KernelCall, ...]]:
-    """Return the kernel calls on local tasks by their place in the schedule."""
     places = local_places(direction, turn, stages, windowed=windowed)
     if len(places) == 1 or all(tasks != "local part" for tasks, _ in calls):
         return {next(iter(places)): _chosen(calls, KernelCall("local", "local", "local"))}

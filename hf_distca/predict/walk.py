@@ -55,16 +55,12 @@ Key = tuple[int, str]
 
 
 class _LinkUse(NamedTuple):
-    """Use of one link by a transfer."""
-
     link: int  # 0 inside nodes, 1 between nodes
     users: NDArray[np.bool_]  # [ranks] whether a rank sends or receives over the link
     seconds: FloatArray
 
 
 class _TransferSize(NamedTuple):
-    """Bytes that a transfer moves, and the links that it takes."""
-
     largest: FloatArray  # [ranks] the most bytes of a rank on a link
     links: list[_LinkUse]  # links in use
 
@@ -178,7 +174,6 @@ class LayerClocks:
         )
 
     def _turn(self, index: int) -> Turn:
-        """Return the position of a nano-batch in the layer."""
         return "alone" if len(self._nano_batches) == 1 else ("first", "second")[index]
 
     def _count_local_shares(self, index: int) -> dict[int, FloatArray]:
@@ -219,7 +214,6 @@ class LayerClocks:
         return _TransferSize(size.max(axis=0), links)
 
     def _send(self, index: int, transfer: Transfer) -> None:
-        """Start a transfer of a nano-batch between ranks."""
         size = self._transfer_size(index, transfer.rows, transfer.columns)
         if size is None:
             return

@@ -2,19 +2,23 @@
 
 from collections import Counter
 from dataclasses import replace
+from itertools import combinations
 
 import numpy as np
 import pytest
 
 from benchmarks.harness.simulated import simulated_run
 from benchmarks.planner_inputs import measure, read_batches
-from hf_distca.plan import AttentionKind, MicroBatchPlan
+from hf_distca.plan import TASK, AttentionKind, MicroBatchPlan, Plan
 from hf_distca.plan.cost import RowBytes, pairs
+from hf_distca.plan.metrics import bytes_moved, loads_of
+from hf_distca.planner.layout import fixed_layout
 from hf_distca.planner.micro_batch import plan_micro_batch
 from hf_distca.planner.settings import PlanSettings
 from hf_distca.predict.shapes import LLAMA_8B
 from hf_distca.sim.groups import ONE_RANK, Group
 from hf_distca.sim.strategies import plain, whole_documents
+from tests.planner.plan_checks import balanced
 
 BATCHES = read_batches()
 CASES = [
@@ -24,6 +28,7 @@ CASES = [
     pytest.param(64, 0.01, None, 8, id="64 ranks on 8 nodes"),
 ]
 """Ranks, tolerance, window and ranks of a node."""
+BLOCK = 64
 ALMOST = 1.02
 """The search stops where another plan could save a hundredth, and predictions of strategies without
 plans leave out what a plan does for balance within tolerance, another hundredth."""
@@ -117,3 +122,31 @@ def test_chosen_plans_are_as_fast_as_any_simple_strategy(ranks, ranks_per_node, 
         if choice.seconds > ALMOST * others[name]:
             slower[batch["id"]] = (choice.seconds, name, others[name])
     assert slower == {}
+
+
+def bytes_of_every_cut(layout, tolerance):
+    """Bytes of all plans in which the second rank computes whole blocks of the first one's
+    document, and finishes as tolerated.
+    """
+    length = int(layout.lengths[0])
+    rest = [(document, 0, rows, 1) for document, rows in enumerate(layout.lengths.tolist())][1:]
+    for start, stop in combinations(range(0, length + 1, BLOCK), 2):
+        kept = [(0, 0, start, 0), (0, stop, length, 0)]
+        tasks = [task for task in kept if task[1] < task[2]] + [(0, start, stop, 1), *rest]
+        plan = Plan(layout, np.array(tasks, TASK), 2)
+        loads = loads_of(plan)
+        if loads.max() <= (1 + tolerance) * loads.mean():
+            yield bytes_moved(plan, RowBytes())[0].sum()
+
+
+@pytest.mark.parametrize("tolerance", [0.02, 0.1])
+@pytest.mark.parametrize(
+    ("length", "others"),
+    [(1024, [512, 512]), (2048, [512] * 4), (2048, [128] * 16), (4096, [64] * 64)],
+)
+def test_a_cut_moves_hardly_more_bytes_than_the_cheapest_of_all_cuts(length, others, tolerance):
+    """A cut may lie inside a block where the tolerance asks for it."""
+    layout = fixed_layout([[length], others])
+    plan = balanced(layout, balance_tolerance=tolerance, balance_block_size=BLOCK)
+    fewest = min(bytes_of_every_cut(layout, tolerance))
+    assert bytes_moved(plan, RowBytes())[0].sum() <= 1.02 * fewest

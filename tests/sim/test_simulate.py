@@ -6,7 +6,6 @@ from dataclasses import fields, replace
 
 import numpy as np
 import pytest
-from hf_distca.predict.setup import Setup
 
 from hf_distca.plan import AttentionKind
 from hf_distca.planner.settings import PlanSettings
@@ -14,6 +13,8 @@ from hf_distca.pool.simulation import with_servers
 from hf_distca.predict.profile import DeviceProfile
 from hf_distca.predict.seconds import KernelCost, LinkCost, Links
 from hf_distca.predict.shapes import MixingShape, ModelShape
+from hf_distca.predict.step_costs import on_a_gpu
+from hf_distca.run import RunSpec
 from hf_distca.sim.groups import Group
 from hf_distca.sim.simulate import DRAWN_FOR_RANKS, Compared, StrategyFigures, advice, simulate
 from hf_distca.sim.strategies import all_strategies, plain, planned, whole_documents
@@ -28,84 +29,96 @@ PROFILE = DeviceProfile(
     KIND, KernelCost(0, 0, 0, 1.0), KernelCost(0, 0, 0, 2.0),
     np.inf, np.inf, 10.0, FREE, FREE,
 )  # fmt: skip
-SETUP = Setup(MODEL, PROFILE, ranks=2, tokens_per_rank=8)
-SETTINGS = PlanSettings(2, 8, kinds=(KIND,), balance_block_size=1)
+RUN = RunSpec(
+    PlanSettings(2, 8, kinds=(KIND,), balance_block_size=1), MODEL, PROFILE, checkpointing={}
+)
+OF_PLANS = {field.name for field in fields(PlanSettings)}
+
+
+def changed(**changes):
+    """The run with other fields of it, or of its settings of plans."""
+    plans = {name: value for name, value in changes.items() if name in OF_PLANS}
+    others = {name: value for name, value in changes.items() if name not in OF_PLANS}
+    run = replace(RUN, **others)
+    kinds = tuple(on_a_gpu(kind, run.tensor_parallel) for kind in run.model.layers)
+    return replace(run, plans=replace(run.plans, kinds=kinds, **plans))
+
+
 PER_PAIR = 3 * (1 + 2)
 
 
 def test_steps_without_plans():
-    step = plain(np.array([4, 2, 2, 2]), SETUP)  # 4 and 2, 2 and 2
+    step = plain(np.array([4, 2, 2, 2]), RUN)  # 4 and 2, 2 and 2
     assert step.seconds == PER_PAIR * 13
     assert step.attention.mean() == PER_PAIR * (13 + 6) / 2
     assert (step.tokens_most, step.documents_cut) == (6, 0)
-    step = plain(np.array([10]), SETUP)
+    step = plain(np.array([10]), RUN)
     assert (step.seconds, step.documents_cut) == (PER_PAIR * 36, 1)  # 8 rows of ten
-    step = whole_documents(np.array([6, 4, 4, 2]), SETUP)
+    step = whole_documents(np.array([6, 4, 4, 2]), RUN)
     assert (step.seconds, step.tokens_most) == (PER_PAIR * (21 + 3), 8)  # 6 and 2, 4 and 4
 
 
 def test_context_parallelism_shares_every_document_and_gathers_keys():
-    setup = replace(
-        SETUP,
+    run = changed(
         profile=replace(PROFILE, links=Links(LinkCost(0, 1.0), FREE.between)),
         ranks_per_node=2,
     )
-    step = whole_documents(np.array([8]), setup, Group(2))
+    step = whole_documents(np.array([8]), run, Group(2))
     row_bytes = 4 * (4 + 4)
     assert step.attention.tolist() == [PER_PAIR * 36 / 2] * 2
     assert step.waited.max() == 3 * 3 * 4 * row_bytes
     assert step.bytes_bottleneck == 4 * row_bytes
-    of_two_groups = whole_documents(np.array([8, 2]), replace(setup, ranks=4), Group(2))
+    of_two_groups = whole_documents(
+        np.array([8, 2]), replace(run, plans=replace(run.plans, ranks=4)), Group(2)
+    )
     assert of_two_groups.attention.tolist() == [PER_PAIR * pairs / 2 for pairs in (36, 36, 3, 3)]
     # Of 16 rows four parts read 4, 8, 12 and 16 keys.
     keys = replace(PROFILE, forward=KernelCost(0, 0, 1.0, 0), backward=KernelCost(0, 0, 0, 0))
-    setup = replace(SETUP, profile=keys, tokens_per_rank=16)
-    assert plain(np.array([16, 8]), setup).seconds == 3 * 16
+    run = changed(profile=keys, tokens_per_rank=16)
+    assert plain(np.array([16, 8]), run).seconds == 3 * 16
     assert (
-        whole_documents(np.array([16]), setup, Group(2)).attention.max()
-        == 3 * (4 + 8 + 12 + 16) / 2
+        whole_documents(np.array([16]), run, Group(2)).attention.max() == 3 * (4 + 8 + 12 + 16) / 2
     )
     # On the causal diagonal a row has its task's rows, at most 512.
     diagonal = replace(
         PROFILE, forward=KernelCost(0, 0, 0, 0, 1.0), backward=KernelCost(0, 0, 0, 0)
     )
-    setup = replace(SETUP, profile=diagonal, tokens_per_rank=600)
-    assert plain(np.array([600, 8]), setup).seconds == 3 * 600 * 512
-    assert whole_documents(np.array([16]), setup, Group(2)).attention.max() == 3 * 16 * 4 / 2
+    run = changed(profile=diagonal, tokens_per_rank=600)
+    assert plain(np.array([600, 8]), run).seconds == 3 * 600 * 512
+    assert whole_documents(np.array([16]), run, Group(2)).attention.max() == 3 * 16 * 4 / 2
     # A whole document is one task. A document shared by two ranks is four, or as many as it has
     # rows.
     of_tasks = replace(
         PROFILE, forward=KernelCost(0, 0, 0, 0, task=1.0), backward=KernelCost(0, 0, 0, 0)
     )
-    setup = replace(SETUP, profile=of_tasks, tokens_per_rank=32)
-    assert plain(np.array([16, 8, 8, 32]), setup).attention.tolist() == [3, 3 * 3]
+    run = changed(profile=of_tasks, tokens_per_rank=32)
+    assert plain(np.array([16, 8, 8, 32]), run).attention.tolist() == [3, 3 * 3]
     assert (
-        whole_documents(np.array([16, 8, 3]), setup, Group(2)).attention.tolist()
+        whole_documents(np.array([16, 8, 3]), run, Group(2)).attention.tolist()
         == [3 * (4 + 4 + 3) / 2] * 2
     )
 
 
 def test_ulysses_divides_heads_and_exchanges_them():
-    setup = replace(
-        SETUP, ranks=4, profile=replace(PROFILE, links=Links(LinkCost(0, 1.0), FREE.between)),
+    run = changed( ranks=4, profile=replace(PROFILE, links=Links(LinkCost(0, 1.0), FREE.between)),
         ranks_per_node=2,
     )  # fmt: skip
     heads = Group(2, "heads")
-    step = whole_documents(np.array([8, 2]), setup, heads)
+    step = whole_documents(np.array([8, 2]), run, heads)
     assert step.attention.tolist() == [PER_PAIR * pairs / 2 for pairs in (36, 36, 3, 3)]
     # Half of Q and O of two heads; K and V of the one head, which both ranks need.
     row_bytes = 4 * (2 + 2) * (4 + 4) / 2
     assert step.bytes_bottleneck == 4 * row_bytes
     # The output, a quarter of these bytes, is not exchanged again.
     assert step.waited.tolist() == [3 * 2.75 * rows * row_bytes for rows in (4, 4, 1, 1)]
-    kept = whole_documents(np.array([8, 2]), replace(setup, checkpointing=False), heads)
+    kept = whole_documents(np.array([8, 2]), replace(run, checkpointing=None), heads)
     assert kept.waited.max() == 3 * 2 * 4 * row_bytes
     # A document stays one task, of half of the heads.
     of_tasks = replace(
         PROFILE, forward=KernelCost(0, 0, 0, 0, task=1.0), backward=KernelCost(0, 0, 0, 0)
     )
-    setup = replace(SETUP, profile=of_tasks, tokens_per_rank=32)
-    assert whole_documents(np.array([16, 8, 3]), setup, heads).attention.tolist() == [3 * 3 / 2] * 2
+    run = changed(profile=of_tasks, tokens_per_rank=32)
+    assert whole_documents(np.array([16, 8, 3]), run, heads).attention.tolist() == [3 * 3 / 2] * 2
 
 
 @pytest.mark.parametrize(
@@ -122,8 +135,8 @@ def test_a_row_of_keys_crosses_to_a_node_once(group, within, between):
 
     def seconds(**links):
         profile = replace(PROFILE, links=replace(FREE, **links))
-        setup = replace(SETUP, ranks=4, ranks_per_node=2, profile=profile, checkpointing=False)
-        return group.exchange_seconds(np.array([60.0]), kind, setup).item()
+        run = changed(ranks=4, ranks_per_node=2, profile=profile, checkpointing=None)
+        return group.exchange_seconds(np.array([60.0]), kind, run).item()
 
     times = 2 if group.divides == "heads" else 3
     assert seconds(within=LinkCost(0, 1.0)) == pytest.approx(times * within)
@@ -134,9 +147,8 @@ def test_a_row_of_keys_crosses_to_a_node_once(group, within, between):
 
 def test_strategies_that_transformers_run():
     def strategies(**changes):
-        setup = replace(SETUP, ranks=8, **changes)
-        settings = replace(SETTINGS, ranks=8, kinds=tuple(map(setup.on_a_gpu, setup.model.layers)))
-        names = {each.name: each.in_transformers for each in all_strategies(setup, settings)}
+        run = changed(ranks=8, **changes)
+        names = {each.name: each.in_transformers for each in all_strategies(run)}
         return [name for name, runs in names.items() if runs], list(names)
 
     kind = replace(KIND, q_heads=12, kv_heads=4)
@@ -158,24 +170,22 @@ def test_strategies_that_transformers_run():
 
 
 UNEVEN = np.array([1500, 200, 120, 90, 70, 60])
-OF_FOUR = replace(SETUP, ranks=4, tokens_per_rank=512)
+OF_FOUR = {"ranks": 4, "tokens_per_rank": 512, "balance_block_size": 16}
 
 
-@pytest.mark.parametrize("layout", ["joint", "fixed"])
+@pytest.mark.parametrize("layout", ["auto", "fixed"])
 def test_planned_attention_on_free_links_takes_the_mean(layout):
-    lengths, setup = UNEVEN, OF_FOUR
-    settings = PlanSettings(4, 512, kinds=(KIND,), document_layout=layout, balance_block_size=16)
-    step, plan = planned(lengths, setup, settings)
-    mean = PER_PAIR * float((lengths * (lengths + 1) / 2).sum()) / 4
+    step, plan = planned(UNEVEN, changed(**OF_FOUR, document_layout=layout))
+    mean = PER_PAIR * float((UNEVEN * (UNEVEN + 1) / 2).sum()) / 4
     assert step.attention.max() == pytest.approx(mean, rel=0.015)
     assert step.seconds == pytest.approx(step.attention.max(), rel=1e-6)
     assert plan.summary.max_over_mean < 1.011
 
 
 def test_servers_take_their_share_of_planned_attention():
-    settings = PlanSettings(4, 512, kinds=(KIND,), balance_block_size=16)
-    alone, _ = planned(UNEVEN, OF_FOUR, settings)
-    helped, _ = with_servers(2, OF_FOUR, settings).step(UNEVEN)
+    run = changed(**OF_FOUR)
+    alone, _ = planned(UNEVEN, run)
+    helped, _ = with_servers(2, run).step(UNEVEN)
     assert helped.attention.max() == pytest.approx(alone.attention.mean() * 4 / 6, rel=0.05)
     assert helped.seconds < alone.seconds
 
@@ -185,11 +195,8 @@ def test_a_server_is_on_a_node_of_its_own():
     slow = replace(FREE, within=LinkCost(0, 1.0), between=LinkCost(0, 1.0))
     seconds = []
     for ranks_per_node in (1, 2):
-        setup = replace(
-            SETUP, profile=replace(PROFILE, exchange=slow), ranks_per_node=ranks_per_node
-        )
-        settings = replace(SETTINGS, ranks_per_node=ranks_per_node)
-        step, plan = with_servers(1, setup, settings).step(np.array([8, 8]))
+        run = changed(profile=replace(PROFILE, exchange=slow), ranks_per_node=ranks_per_node)
+        step, plan = with_servers(1, run).step(np.array([8, 8]))
         assert plan.summary.exchange.bytes_total > 0
         seconds.append(step.seconds)
     assert seconds[0] == seconds[1]
@@ -198,13 +205,10 @@ def test_a_server_is_on_a_node_of_its_own():
 @pytest.mark.parametrize(("ranks_per_node", "place"), [(2, "within"), (1, "between")])
 def test_planned_steps_take_the_exchange_and_no_collectives(ranks_per_node, place):
     slow = replace(FREE, **{place: LinkCost(1e4, np.inf)})  # nothing hides it
-    settings = PlanSettings(
-        2, 8, kinds=(KIND,), balance_block_size=1, ranks_per_node=ranks_per_node
-    )
 
     def seconds(**profile):
-        setup = replace(SETUP, profile=replace(PROFILE, **profile), ranks_per_node=ranks_per_node)
-        return planned(np.array([16]), setup, settings)[0].seconds
+        run = changed(profile=replace(PROFILE, **profile), ranks_per_node=ranks_per_node)
+        return planned(np.array([16]), run)[0].seconds
 
     assert seconds(links=slow) == seconds()
     assert seconds(exchange=slow) > seconds()
@@ -212,7 +216,7 @@ def test_planned_steps_take_the_exchange_and_no_collectives(ranks_per_node, plac
 
 def figures_of(micro_batches, **memory):
     lengths = [np.array(documents) for documents in micro_batches]
-    simulation = simulate(lengths, SETUP, SETTINGS, len(lengths), **memory)
+    simulation = simulate(lengths, RUN, len(lengths), **memory)
     return simulation, {strategy.name: strategy for strategy in simulation.strategies}
 
 
@@ -245,12 +249,10 @@ def test_documents_beyond_all_ranks_are_cut_and_counted_for_every_strategy_and_n
 
 
 def test_gpus_of_servers_and_tensor_parallelism():
-    setup = replace(SETUP, tensor_parallel=2)
-    settings = replace(SETTINGS, kinds=(setup.on_a_gpu(KIND),))
-    others = [with_servers(1, setup, settings)]
-    simulation = simulate([np.array([8, 4])], setup, settings, 1, others)
+    run = changed(tensor_parallel=2)
+    simulation = simulate([np.array([8, 4])], run, 1, [with_servers(1, run)])
     strategies = {figures.name: figures for figures in simulation.strategies}
-    served = strategies.pop("hf_distca, joint, 1 server")
+    served = strategies.pop("hf_distca, 1 server")
     assert {figures.gpus for figures in strategies.values()} == {2 * 2}
     assert simulation.best_in_transformers == "plain packing"  # nothing else, beside such GPUs
     assert served.gpus == (2 + 1) * 2
@@ -401,8 +403,8 @@ SLOW = LinkCost(0.0, 1e-3)
 )
 def test_micro_batches_of_slow_links_hold_documents_that_fit_into_whole_ranks(link, tokens):
     documents = [np.array([3, 3, 3, 3, 3])]  # two fit on a rank of 8, and 15 tokens on both
-    setup = replace(SETUP, profile=replace(PROFILE, exchange=Links(link, link)))
-    simulation = simulate(documents, setup, SETTINGS, 1)
+    run = changed(profile=replace(PROFILE, exchange=Links(link, link)))
+    simulation = simulate(documents, run, SETTINGS, 1)
     assert simulation.tokens == tokens
     assert (DRAWN_FOR_RANKS in simulation.advice) is (link is SLOW)
     seconds = {strategy.name: strategy.step_seconds for strategy in simulation.strategies}

@@ -1,10 +1,10 @@
 from dataclasses import replace
 
 import pytest
-from hf_distca.predict.setup import Setup
 
 from hf_distca.predict.profile import DeviceProfile
 from hf_distca.predict.shapes import LLAMA_8B, MixingShape
+from hf_distca.predict.step_costs import step_costs
 
 # A convolution of 5 channels over a row and the 3 before it; two heads with states of 64 by 7.
 DECAY = MixingShape(
@@ -55,7 +55,8 @@ def test_gpus_of_a_rank_share_what_mixes():
     profile = DeviceProfile.load("h100")
     model = replace(LLAMA_8B, mixing=DECAY)
     one, two = (
-        Setup(model, profile, 8, 1024, tensor_parallel=gpus).costs.mixing for gpus in (1, 2)
+        step_costs(model, profile, tensor_parallel=gpus, checkpointing=True).mixing
+        for gpus in (1, 2)
     )
     assert one.halo == 3 * 5 * profile.bytes_per_value
     assert one.state == DECAY.state_bytes

@@ -12,27 +12,28 @@ from hf_distca.planner.padding import plan_padded
 from hf_distca.predict.seconds import LinkCost, Links
 from hf_distca.sim.padded import PaddedFigures, padded_advice, padded_columns, simulate_padded
 from hf_distca.sim.trees import TURNS, DrawnBatch, turn_lengths, turns_of_ranks
-from tests.sim.test_simulate import PROFILE, SETTINGS, SETUP
+from tests.sim.test_simulate import PROFILE, RUN, changed
 
 LAYERS = 3
 BATCH = [[4, 1], [2, 2]]
 """Lengths of the sequences of two ranks: 10 and 1 pairs on the first, 3 and 3 on the second."""
 
 
-def simulated(batches, setup=SETUP, settings=SETTINGS):
+WHOLE = changed(document_layout="whole")
+
+
+def simulated(batches, run=RUN):
     drawn = [batch if isinstance(batch, DrawnBatch) else DrawnBatch(batch) for batch in batches]
     figures_of_strategies = simulate_padded(
         drawn,
-        setup,
-        settings,
-        lambda batch, _: plan_padded(batch.lengths, settings, batch.hashes),
+        run,
+        lambda batch, _: plan_padded(batch.lengths, run.plans, batch.hashes),
     )
     return {figures.name: figures for figures in figures_of_strategies}
 
 
 def test_seconds_and_rows_of_a_batch(subtests):
-    settings = replace(SETTINGS, document_layout="whole")
-    figures_of_strategies = simulated([BATCH], settings=settings)
+    figures_of_strategies = simulated([BATCH], WHOLE)
     pairs = {  # of the busiest rank, and of both
         "padded to the longest": (10 + 10, 20 + 6),
         "packed on each rank": (10 + 1, 11 + 6),
@@ -55,11 +56,7 @@ def test_more_tokens_than_ranks_hold_run_as_micro_batches_and_long_sequences_are
     assert (
         figures_of_strategies["hf_distca"].step_seconds == LAYERS * 3 * (36 + 2 * 36) / 2
     )  # one micro-batch, then two
-    figures_of_strategies = simulated(
-        [[[16], [1]]],
-        setup=replace(SETUP, tokens_per_rank=9),
-        settings=replace(SETTINGS, tokens_per_rank=9),
-    )
+    figures_of_strategies = simulated([[[16], [1]]], changed(tokens_per_rank=9))
     assert figures_of_strategies["whole sequences balanced"].step_seconds == LAYERS * 3 * 136
     assert figures_of_strategies["hf_distca"].step_seconds == pytest.approx(
         LAYERS * 3 * (136 + 1) / 2, rel=0.06
@@ -70,11 +67,9 @@ def test_tokens_and_hidden_states_travel_and_gradients_of_these_only_in_training
     # A byte takes a second. One sequence of 4 tokens leaves the first rank, and at least one of 1
     # token comes.
     slow = Links(LinkCost(0.0, 1.0), LinkCost(0.0, 1.0))
-    setup = replace(SETUP, profile=replace(PROFILE, exchange=slow))
-    settings = replace(SETTINGS, document_layout="whole")
+    run = replace(WHOLE, profile=replace(PROFILE, exchange=slow))
     moved, free = (
-        simulated([[[4, 4], [1, 1]]], setup=setup_of_links, settings=settings)["hf_distca"]
-        for setup_of_links in (setup, SETUP)
+        simulated([[[4, 4], [1, 1]]], run_of_links)["hf_distca"] for run_of_links in (run, WHOLE)
     )
     hidden_bytes = 8 * 4
     assert moved.forward_seconds - free.forward_seconds == 4 * (16 + hidden_bytes)
@@ -86,8 +81,7 @@ def test_equal_beginnings_are_computed_once_and_go_back_to_every_sequence(monkey
     monkeypatch.setattr(prefixes, "BLOCK", 2)
     lengths = [[4, 4], [4]]
     hashes = [[(b"0", b"1"), (b"0", b"2")], [(b"0", b"3")]]
-    settings = replace(SETTINGS, document_layout="whole")
-    figures_of_strategies = simulated([DrawnBatch(lengths, hashes)], settings=settings)
+    figures_of_strategies = simulated([DrawnBatch(lengths, hashes)], WHOLE)
     alone = figures_of_strategies["hf_distca, nothing shared"]
     shared = figures_of_strategies["hf_distca"]
     assert [figures.rows for figures in figures_of_strategies.values()] == [12, 12, 12, 12, 8]
@@ -104,12 +98,10 @@ def test_equal_beginnings_are_computed_once_and_go_back_to_every_sequence(monkey
     lengths = [[4, 4], [4, 4]]
     hashes = [[(b"0", b"1"), (b"2", b"3")], [(b"0", b"4"), (b"2", b"5")]]
     slow = Links(LinkCost(0.0, 1.0), LinkCost(0.0, 1.0))
-    setup = replace(SETUP, profile=replace(PROFILE, exchange=slow))
+    run = replace(WHOLE, profile=replace(PROFILE, exchange=slow))
     moved, free = (
-        simulated([DrawnBatch(lengths, hashes)], setup=setup_of_links, settings=settings)[
-            "hf_distca"
-        ]
-        for setup_of_links in (setup, SETUP)
+        simulated([DrawnBatch(lengths, hashes)], run_of_links)["hf_distca"]
+        for run_of_links in (run, WHOLE)
     )
     hidden_bytes = 8 * 4
     assert moved.rows == 12
@@ -127,7 +119,7 @@ def test_turns_of_a_session_begin_with_all_turns_before():
     whole = lengths[0] // 128
     assert hashes[1][:whole] == hashes[0][:whole]
     assert hashes[TURNS][0] != hashes[0][0]
-    planned = plan_padded(batch.lengths, replace(SETTINGS, tokens_per_rank=1 << 20), batch.hashes)
+    planned = plan_padded(batch.lengths, changed(tokens_per_rank=1 << 20).plans, batch.hashes)
     sessions = [lengths[TURNS - 1], lengths[-1]]
     # A turn ends inside a block, which is computed for it alone.
     assert sum(sessions) <= planned.sequences.computed_rows <= sum(sessions) + 128 * 60

@@ -100,7 +100,7 @@ def test_context_parallelism_shares_every_document_and_gathers_keys():
 
 
 def test_ulysses_divides_heads_and_exchanges_them():
-    run = changed( ranks=4, profile=replace(PROFILE, links=Links(LinkCost(0, 1.0), FREE.between)),
+    run = changed(ranks=4, profile=replace(PROFILE, links=Links(LinkCost(0, 1.0), FREE.between)),
         ranks_per_node=2,
     )  # fmt: skip
     heads = Group(2, "heads")
@@ -404,7 +404,7 @@ SLOW = LinkCost(0.0, 1e-3)
 def test_micro_batches_of_slow_links_hold_documents_that_fit_into_whole_ranks(link, tokens):
     documents = [np.array([3, 3, 3, 3, 3])]  # two fit on a rank of 8, and 15 tokens on both
     run = changed(profile=replace(PROFILE, exchange=Links(link, link)))
-    simulation = simulate(documents, run, SETTINGS, 1)
+    simulation = simulate(documents, run, 1)
     assert simulation.tokens == tokens
     assert (DRAWN_FOR_RANKS in simulation.advice) is (link is SLOW)
     seconds = {strategy.name: strategy.step_seconds for strategy in simulation.strategies}

@@ -415,7 +415,7 @@ class BoundNanoBatch:
 
 @dataclass
 class Ran:
-    """Counts of what ran in a planned step, recomputations included, and who sees its logits."""
+    """Counts of what ran in a planned step, with what ran again in the backward."""
 
     attentions: int = 0
     layers: int = 0  # decoder layers prepared by `plan_layers`

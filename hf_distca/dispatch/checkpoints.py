@@ -29,7 +29,7 @@ class KeptResults:
         self._kept: dict[Hashable, tuple[Hooks | None, list[Any]] | None] = {}
 
     def __len__(self) -> int:
-        return len(self._kept)
+        return sum(entry is not None for entry in self._kept.values())
 
     def keep(self, key: Hashable, tensors: tuple[Tensor, ...]) -> None:
         """Keep tensors under a key until `take`; the tensors must not change until then.

@@ -44,7 +44,7 @@ def log_alone(reason: str, rank: int) -> None:
 
 
 def why_sequences_stay_alone(model: nn.Module) -> str | None:
-    """Return why sharing rows among sequences would change hidden states; None if it would not."""
+    """Return the reason why prefix sharing would change hidden states; None without a reason."""
     if all_mixing_modules(model):
         return "some layers mix rows otherwise than by attention"
     if rotary_modules(base_model(model)):
@@ -56,7 +56,7 @@ def why_sequences_stay_alone(model: nn.Module) -> str | None:
 
 
 def why_documents_stay_alone(model: nn.Module) -> str | None:
-    """Return why sharing rows among documents with targets would change results; None if not."""
+    """Return the reason why prefix sharing would change losses; None without a reason."""
     base = base_model(model)
     reason = why_sequences_stay_alone(model)
     if reason is not None:

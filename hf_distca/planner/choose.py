@@ -63,7 +63,8 @@ IntArray = NDArray[np.int64]
 FloatArray = NDArray[np.float64]
 
 GOOD_ENOUGH = 0.01
-"""Share of a step that is not worth another plan: predictions are off by more."""
+"""A plan that saves less than this share of a step is not looked for: predictions are wrong by more
+than that."""
 MOST_MOVES = 4096
 """Most moves of K/V rows, from a piece to a rank, over the root of the number of ranks, for which
 documents are divided over all ranks of several nodes. Planning more moves takes longer than all
@@ -265,8 +266,8 @@ class _Search:
             )
             return [placing] if even_tokens is None else [even_tokens, placing]
         if self._costs.ranks_per_core > 1:
-            # Idle ranks leave their cores to others, so as many ranks as there are cores should be
-            # done last.
+            # A rank that has finished leaves its core to the others. So no core is idle if the last
+            # ranks, one for each core, finish together.
             filled = self._placed((1,) * ranks, fill_to=placing.slowest)
             if filled is not None and not filled.unplaced:
                 return [min(placing, filled, key=self._bound)]

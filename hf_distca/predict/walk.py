@@ -1,7 +1,7 @@
 """Prediction of a micro-batch: the executor's schedules, walked with measured costs.
 
 All ranks are walked at once. Arrays are [ranks] seconds unless they say otherwise. The log-sum-exp
-that travels with O is left out: it has 4 bytes a head, O some 256.
+that travels with O is left out: it has 4 bytes for each head of a row, where O has about 256.
 """
 
 from collections.abc import Iterator, Mapping, Sequence

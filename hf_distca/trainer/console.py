@@ -62,7 +62,7 @@ def log_choice(plan: MicroBatchPlan, args: Any, ranks: int) -> None:
     group = (
         "each on one rank"
         if choice.group == 1
-        else f"each on at most {choice.group} of {ranks} ranks"
+        else f"each on a group of at most {choice.group} of the {ranks} ranks"
     )
     even = (
         "not balanced further"

@@ -6,7 +6,7 @@ from hf_distca.models.sharing import ROUTER_COUNTS, why_documents_stay_alone, wh
 
 
 def why_alone_in(trainer: Any) -> str | None:
-    """Return why sharing rows among documents would change a training; None if it would not."""
+    """Return the reason why prefix sharing would change a training; None if there is no reason."""
     reason = why_documents_stay_alone(trainer.model)
     if reason is not None:
         return reason

@@ -6,8 +6,8 @@ from math import isfinite
 from numbers import Integral, Real
 from typing import Any, Literal, get_args
 
+from hf_distca.checks.refusal import RefusedError
 from hf_distca.kernel_names import KERNEL_NAMES
-from hf_distca.refusal import RefusedError
 from hf_distca.units import (
     AUTO,
     Bytes,

@@ -10,7 +10,7 @@ from decimal import Decimal
 from math import inf
 from typing import TYPE_CHECKING, Any, Final, Generic, Literal, TypeVar
 
-from hf_distca.refusal import RefusedError
+from hf_distca.checks.refusal import RefusedError
 
 TOKENS = {"": 1, "k": 2**10, "m": 2**20}
 """Suffixes of token numbers: 32k is 32,768 tokens, as in names of models."""

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from hf_distca.refusal import Refusal
+from hf_distca.checks.refusal import Refusal
 
 
 def refused(entry: Refusal, **values: Any) -> Any:

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from hf_distca.batches.refusals import Batch
+from hf_distca.checks.batch_rules import Batch
 
 IGNORED_TARGET = -100
 """Target of a row without loss, as everywhere in Hugging Face."""

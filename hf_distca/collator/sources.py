@@ -19,11 +19,11 @@ import datasets
 import pyarrow as pa
 from datasets.load import infer_module_for_data_files_list
 
-from hf_distca.collator.formats import COMPRESSED, TEXTS, WILDCARDS, is_hub_name, is_pattern
-from hf_distca.collator.refusals import Source
+from hf_distca.checks.data_rules import Source
+from hf_distca.checks.refusal import RefusedError
+from hf_distca.collator.formats import COMPRESSED, ROWS, TEXTS, WILDCARDS, is_hub_name, is_pattern
 from hf_distca.collator.texts import bytes_around
 from hf_distca.progress import is_first_rank
-from hf_distca.refusal import RefusedError
 
 logger = logging.getLogger(__name__)
 
@@ -231,7 +231,7 @@ def _part_of_file(path: str) -> SourcePart:
         return part
     why = "is compressed" if is_compressed else _why_no_text(path, named=part.format == TEXT)
     if why:
-        raise Source.UNKNOWN_FORMAT.error(path=path, why=why)
+        raise Source.UNKNOWN_FORMAT.error(path=path, why=why, suffixes=", ".join(ROWS))
     return SourcePart(TEXT, path)
 
 

@@ -7,9 +7,9 @@ from contextlib import contextmanager
 
 import torch.distributed as dist
 
+from hf_distca.checks.refusal import SentenceError, told
 from hf_distca.dispatch.signs import StoreLine
 from hf_distca.dispatch.waits import Waits, says_that_another_is_gone
-from hf_distca.refusal import SentenceError, told
 
 logger = logging.getLogger(__name__)
 

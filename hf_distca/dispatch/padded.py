@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from hf_distca.batches.limits import Limits
-from hf_distca.batches.refusals import Batch
+from hf_distca.checks.batch_rules import Batch
 from hf_distca.dispatch.bound import BoundPlan
 from hf_distca.dispatch.dispatcher import Dispatcher
 from hf_distca.dispatch.groups import Groups

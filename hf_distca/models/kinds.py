@@ -6,10 +6,10 @@ from typing import Any, NamedTuple
 from torch import nn
 from transformers import PreTrainedConfig
 
+from hf_distca.checks.refusal import RefusedError
 from hf_distca.models.decoder import base_model, decoder_attentions, hands_on
 from hf_distca.models.tensor_parallel import kind_on_a_rank
 from hf_distca.plan import AttentionKind
-from hf_distca.refusal import RefusedError
 
 ROWWISE = ("moe", "mlp", "sparse", "dense")
 """Types of layers that compute each row independently."""

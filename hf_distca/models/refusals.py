@@ -10,6 +10,7 @@ from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 
+from hf_distca.checks.refusal import Refusal, given_as
 from hf_distca.models.checkpointing import CHECKPOINTING
 from hf_distca.models.decoder import (
     backbone,
@@ -27,7 +28,6 @@ from hf_distca.models.kinds import MIXING, layer_types
 from hf_distca.models.rotary import unknown_rotary_modules
 from hf_distca.models.tensor_parallel import is_divided_at_load
 from hf_distca.plan import ATTENTION_NAME
-from hf_distca.refusal import Refusal, given_as
 
 CHANGING_MASKS = ("doge",)
 """Model types whose layers derive a mask of their own from the given mask."""

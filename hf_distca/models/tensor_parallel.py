@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from hf_distca.checks.refusal import RefusedError
 from hf_distca.plan import AttentionKind
-from hf_distca.refusal import RefusedError
 
 TAKES_SHARES = "rowwise"
 """transformers' style of a linear layer with divided input: the output projection of divided

@@ -24,9 +24,9 @@ from torch.autograd.function import once_differentiable
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
+from hf_distca.checks.refusal import RefusedError
 from hf_distca.models.decoder import decoder_layers
 from hf_distca.patches.modules import subclass
-from hf_distca.refusal import RefusedError
 
 logger = logging.getLogger(__name__)
 

@@ -9,10 +9,10 @@ import torch
 from accelerate.utils import parse_flag_from_env
 from transformers import TrainingArguments
 
+from hf_distca.checks.refusal import Rule, check
 from hf_distca.config import DistCAConfig, setting
 from hf_distca.models.checkpointing import CHECKPOINTING, move_default
 from hf_distca.pool.launch import Launch, on_cpu, serve_if_server, split_launch
-from hf_distca.refusal import Rule, check
 from hf_distca.trainer.parallel import ProcessCounts, join_on_cpu, share_on_cpu
 from hf_distca.trainer.refusals import (
     ARGUMENTS,
@@ -147,7 +147,7 @@ class DistCAArguments(DistCAPaddedArguments):
         "datasets.IterableDataset is read by at most one process for each of its shards, and any "
         "other stream by one. Processes start as Python starts them, by fork before Python 3.14, "
         "or as dataloader_multiprocessing_context says; with 'spawn' and 'forkserver' the script's "
-        "code must stand under `if __name__ == \"__main__\":`. A batch that does not come within "
+        'code must stand under `if __name__ == "__main__":`. A batch that does not come within '
         "half of exchange_timeout ends the run.",
     )
     divided_streams: bool = setting(

@@ -9,6 +9,7 @@ import torch
 from accelerate import Accelerator
 from transformers import PreTrainedModel, Trainer
 
+from hf_distca.checks.refusal import check
 from hf_distca.config import DistCAConfig
 from hf_distca.dispatch.dispatcher import Dispatcher
 from hf_distca.dispatch.groups import (
@@ -33,7 +34,6 @@ from hf_distca.patches.head import adapted_heads
 from hf_distca.patches.layers import plan_layers
 from hf_distca.patches.padded import pack_backbone
 from hf_distca.patches.prepare import prepare_model
-from hf_distca.refusal import check
 from hf_distca.trainer import parallel
 from hf_distca.trainer.costs import choices_of
 from hf_distca.trainer.fitting import fit_into_memory

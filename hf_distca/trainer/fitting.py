@@ -8,9 +8,9 @@ import torch
 from accelerate import Accelerator
 from transformers import PreTrainedModel
 
+from hf_distca.checks.refusal import RefusedError
 from hf_distca.dispatch.dispatcher import Dispatcher
 from hf_distca.patches.chunked_mlp import chunk_layers
-from hf_distca.refusal import RefusedError
 from hf_distca.trainer.memory import (
     CountedMemory,
     layers_to_checkpoint,

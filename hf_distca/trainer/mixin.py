@@ -14,9 +14,9 @@ from transformers.trainer_utils import (
     denumpify_detensorize,
 )
 
+from hf_distca.checks.data_rules import Data
 from hf_distca.collator.collation import TARGET_ROWS
 from hf_distca.collator.documents import check_dataset
-from hf_distca.collator.refusals import Data
 from hf_distca.collator.streams import EpochStream, StreamPacker
 from hf_distca.models.decoder import mixing_layers
 from hf_distca.models.sharing import shares_prefixes

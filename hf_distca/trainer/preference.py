@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 from transformers.utils.logging import get_logger
 
+from hf_distca.checks.refusal import PackageError, check
 from hf_distca.models.loading import planned_attention
 from hf_distca.patches.padded import plan_ahead
-from hf_distca.refusal import PackageError, check
 from hf_distca.trainer.arguments import DistCAPaddedArguments
 from hf_distca.trainer.padded import DistCAPaddedMixin
 from hf_distca.trainer.refusals import IMAGES

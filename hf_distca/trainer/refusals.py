@@ -19,6 +19,7 @@ from transformers import (
     TrainingArguments,
 )
 
+from hf_distca.checks.refusal import Refusal, Rule, check, errors_of, raise_all
 from hf_distca.collator.documents import check_dataset
 from hf_distca.config import DistCAConfig
 from hf_distca.dispatch.groups import RankMesh
@@ -26,7 +27,6 @@ from hf_distca.models.checkpointing import CHECKPOINTING, checkpointing_options
 from hf_distca.models.decoder import base_model
 from hf_distca.models.refusals import check_is_model, check_loss, check_reentrant
 from hf_distca.models.tensor_parallel import is_divided_at_load
-from hf_distca.refusal import Refusal, Rule, check, errors_of, raise_all
 from hf_distca.trainer.parallel import DDP, asked_for, launched_processes, trained_towers
 from hf_distca.units import AUTO
 

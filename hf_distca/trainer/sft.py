@@ -6,12 +6,12 @@ from typing import Any
 
 from torch import nn
 
-from hf_distca.collator.refusals import Data
+from hf_distca.checks.data_rules import Data
+from hf_distca.checks.refusal import PackageError, check
 from hf_distca.collator.texts import check_texts
 from hf_distca.config import setting
 from hf_distca.models.loading import planned_attention
 from hf_distca.plan import PLAN_KEY
-from hf_distca.refusal import PackageError, check
 from hf_distca.trainer.arguments import DistCAArguments
 from hf_distca.trainer.loaders import EvaluationLoader, is_stream, named_datasets
 from hf_distca.trainer.mixin import DistCAMixin

@@ -16,12 +16,12 @@ from transformers import DataCollatorWithFlattening
 
 from hf_distca.batches.limits import Limits
 from hf_distca.batches.packed import batch_document_lengths, checked_document_lengths
-from hf_distca.batches.refusals import Batch
+from hf_distca.checks.batch_rules import Batch
+from hf_distca.checks.data_rules import Data
 from hf_distca.collator import collation
 from hf_distca.collator.collation import DistCACollator, RankDocuments, excerpt_rows
 from hf_distca.collator.documents import document_lengths
 from hf_distca.collator.padding_free import CollatorWithLengths
-from hf_distca.collator.refusals import Data
 from hf_distca.collator.sampler import GlobalBatchSampler, GlobalMicroBatch, fit_documents
 from hf_distca.collator.streams import StreamPacker
 from hf_distca.plan import AttentionKind

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from hf_distca.batches.limits import NO_LIMITS, Limits
-from hf_distca.batches.refusals import Batch
+from hf_distca.checks.batch_rules import Batch
+from hf_distca.checks.data_rules import Data
 from hf_distca.collator.documents import (
     ANY_COLUMNS,
     Columns,
@@ -16,7 +17,6 @@ from hf_distca.collator.documents import (
     dataset_fingerprint,
     document_lengths,
 )
-from hf_distca.collator.refusals import Data
 from hf_distca.collator.sampler import fit_documents
 from tests.refused import refused
 

@@ -14,9 +14,9 @@ from datasets.load import infer_module_for_data_files_list
 from datasets.utils.logging import get_verbosity
 
 from hf_distca import load_documents
+from hf_distca.checks.data_rules import Source
 from hf_distca.collator import sources
 from hf_distca.collator.formats import ROWS
-from hf_distca.collator.refusals import Source
 from tests.refused import refused
 
 

@@ -13,11 +13,11 @@ from string import Formatter
 from typing import Any, get_args
 
 import hf_distca
-from hf_distca.batches.refusals import Batch
+from hf_distca.checks.batch_rules import Batch
+from hf_distca.checks.data_rules import Data, Source
+from hf_distca.checks.refusal import Refusal
 from hf_distca.cli.main import TOOLS
-from hf_distca.collator.refusals import Data, Source
 from hf_distca.models.refusals import ADAPTERS, ALORA, PROMPT_LEARNING, Models
-from hf_distca.refusal import Refusal
 from hf_distca.trainer import refusals
 from hf_distca.trainer.metrics import METRICS, PREFIX
 from hf_distca.units import Bytes, BytesOrAuto, RowsOrAuto, Servers, Switch, TokensOrAuto, Tolerance

@@ -9,8 +9,8 @@ import pytest
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM, TrainerCallback
 
-from hf_distca.batches.refusals import Batch
-from hf_distca.collator.refusals import Data
+from hf_distca.checks.batch_rules import Batch
+from hf_distca.checks.data_rules import Data
 from hf_distca.trainer.refusals import Run
 from tests.models_and_batches import small_model
 from tests.refused import refused

@@ -21,7 +21,7 @@ from transformers import (
 )
 
 from hf_distca import DistCAArguments, DistCAMixin, DistCATrainingArguments
-from hf_distca.collator.refusals import Data
+from hf_distca.checks.data_rules import Data
 from hf_distca.trainer.refusals import (
     LOADED_ALREADY,
     NO_SETTINGS,

@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from hf_distca import DistCAConfig
+from hf_distca.checks.refusal import RefusedError
 from hf_distca.models.checkpointing import (
     CHECKPOINTING,
     enable_checkpointing,
     layers_with_checkpoints,
 )
-from hf_distca.refusal import RefusedError
 from hf_distca.trainer import fitting, offload
 from hf_distca.trainer.assembly import make_dispatcher
 from hf_distca.trainer.memory import CountedMemory

@@ -23,10 +23,10 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 from hf_distca import DistCAConfig, DistCATrainingArguments
+from hf_distca.checks.refusal import check
 from hf_distca.memory.counter import MemoryCounter, RankMemory
 from hf_distca.memory.model_state import ModelState
 from hf_distca.models.checkpointing import CHECKPOINTING, is_checkpointing
-from hf_distca.refusal import check
 from hf_distca.trainer import assembly
 from hf_distca.trainer.assembly import make_dispatcher, smallest_memory
 from hf_distca.trainer.memory import checkpointing_of, log_memory, sharing_of, warn_of_memory

@@ -24,9 +24,9 @@ from transformers import (
 )
 
 import hf_distca
+from hf_distca.checks.refusal import RefusedError, check
 from hf_distca.models.decoder import decoder_attentions
 from hf_distca.models.refusals import ADAPTERS, ALORA, PROMPT_LEARNING, Models
-from hf_distca.refusal import RefusedError, check
 from hf_distca.trainer import refusals, resuming
 from hf_distca.trainer.refusals import (
     SUMMED_GRADIENTS,

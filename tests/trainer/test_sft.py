@@ -10,7 +10,7 @@ import trl
 from transformers import ProcessorMixin
 
 import hf_distca
-from hf_distca.collator.refusals import Data
+from hf_distca.checks.data_rules import Data
 from hf_distca.trainer.refusals import NO_SFT_SETTINGS, SFT_TRAINER, Run
 from tests.models_and_batches import exchanging, small_model
 from tests.refused import refused

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers.integrations.integration_utils import rewrite_logs
 
-from hf_distca.collator.refusals import Data
+from hf_distca.checks.data_rules import Data
 from hf_distca.trainer import assembly
 from hf_distca.trainer.metrics import NO_TARGETS, PREFIX
 from hf_distca.trainer.refusals import Run

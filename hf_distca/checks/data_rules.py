@@ -1,11 +1,10 @@
 """Table of data sets that cannot be trained on exactly: their columns, documents and streams.
 
-`batches/refusals.py` has the table of tokens and batches.
+`batch_rules.py` has the table of tokens and batches.
 """
 
-from hf_distca.batches.refusals import CUT
-from hf_distca.collator.formats import ROWS, WILDCARDS
-from hf_distca.refusal import Refusal
+from hf_distca.checks.batch_rules import CUT
+from hf_distca.checks.refusal import Refusal
 
 REMOVE_EMPTY = "remove empty documents: dataset.filter(lambda e: e['input_ids'])"
 
@@ -341,7 +340,7 @@ class Source:
         "name another folder",
     )
     WILDCARDS = Refusal(
-        f"the path of the folder {{path!r}} has one of the characters {' '.join(WILDCARDS)}",
+        "the path of the folder {path!r} has one of the characters * ? [",
         "`datasets` takes it for a pattern, and might read another folder",
         "rename the folder, or name its files",
         condition="a folder with tables whose path has a character of patterns",
@@ -358,7 +357,7 @@ class Source:
     NO_ROWS = Refusal("the files {paths} have no rows", "a row is a document", "leave them out")
     UNKNOWN_FORMAT = Refusal(
         "{path!r} {why}",
-        f"only text is read from files with other suffixes than {', '.join(ROWS)} (also "
+        "only text is read from files with other suffixes than {suffixes} (also "
         "compressed, such as .jsonl.gz or .txt.gz)",
         "leave the file out, rename it by what it holds, or load it with `datasets.load_dataset` "
         "and pass that data set",

@@ -1,9 +1,9 @@
 """Table of tokens and batches that cannot be trained on exactly.
 
-`collator/refusals.py` has the table of data sets, documents and streams.
+`data_rules.py` has the table of data sets, documents and streams.
 """
 
-from hf_distca.refusal import Refusal
+from hf_distca.checks.refusal import Refusal
 
 CUT = "'truncate' keeps the first tokens of a long document, 'split' cuts it into excerpts"
 FLATTEN = "use a padding-free collator such as transformers' DataCollatorWithFlattening"

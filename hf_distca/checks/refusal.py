@@ -1,8 +1,7 @@
-"""Errors whose message is a whole sentence; tables of what hf_distca refuses, and their one form.
+"""Errors whose message is a whole sentence, and the form of what hf_distca refuses.
 
-Each stage has one table: arguments, launch and resuming in `trainer/refusals.py`, models in
-`models/refusals.py`, data sets in `collator/refusals.py`, and batches in `batches/refusals.py`. The
-reference page "What is refused" is written from the same tables.
+The tables are beside this file, one for each subject; the reference page "What is refused" is
+written from them.
 """
 
 from collections.abc import Callable, Iterable, Sequence

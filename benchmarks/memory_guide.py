@@ -21,7 +21,7 @@ from hf_distca.memory import Strategy
 from hf_distca.memory.counter import MemoryCounter, Training
 from hf_distca.models.fake import model_of_config
 from hf_distca.models.kinds import layers_by_kind
-from hf_distca.models.refusals import check_model
+from hf_distca.models.model_facts import check_model
 from hf_distca.patches.loss import LEAST_CHUNK_BYTES
 from hf_distca.planner.settings import PlanSettings
 

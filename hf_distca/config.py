@@ -1,12 +1,10 @@
 """All settings of hf_distca in one dataclass."""
 
 import os
-from dataclasses import dataclass, field, fields
-from math import isfinite
-from numbers import Integral, Real
+from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
-from hf_distca.checks.refusal import RefusedError
+from hf_distca.checks.refusal import RefusedError, raise_all
 from hf_distca.kernel_names import KERNEL_NAMES
 from hf_distca.units import (
     AUTO,
@@ -18,6 +16,7 @@ from hf_distca.units import (
     TokensOrAuto,
     Tolerance,
     read_values,
+    unusable_values,
 )
 
 DOCUMENT_LAYOUTS = (AUTO, "joint", "fixed", "whole")
@@ -211,34 +210,22 @@ class DistCAConfig:
         return 8192
 
     def __post_init__(self) -> None:
-        read_values(self)
+        raise_all(self._refused())
+
+    def _refused(self) -> list[RefusedError]:
+        """Read the values of all settings, and return the errors of those that cannot be used."""
+        unread = read_values(self)
         tokens: int | str = self.tokens_per_rank
         if tokens == AUTO:
             self.tokens_per_rank = self.default_tokens_per_rank
         for name in ("device_profile", "attention_server_token_file"):
             if isinstance(path := getattr(self, name), os.PathLike):
                 setattr(self, name, os.fspath(path))
-        self.ranks_per_node = _ranks_per_node(self.ranks_per_node)
-        for setting in fields(DistCAConfig):
-            name = setting.name
-            value = getattr(self, setting.name)
-            valid = setting.metadata.get("choices")
-            if valid and value not in valid:
-                raise RefusedError(f"{name} must be one of {list(valid)}, got {value!r}")
-            is_number = isinstance(value, Real) and not isinstance(value, bool)
-            if setting.type is float and not (is_number and isfinite(value)):
-                raise RefusedError(f"{name} must be a finite number, got {value!r}")
-            if setting.type is int and not (is_number and isinstance(value, Integral)):
-                raise RefusedError(f"{name} must be a whole number, got {value!r}")
-            if setting.type is bool and not isinstance(value, bool):
-                raise RefusedError(f"{name} must be true or false, got {value!r}")
-            # HfArgumentParser leaves only `str` of `str | None`.
-            may_be_none = value is None and setting.default is None
-            if setting.type in (str, str | None) and not (isinstance(value, str) or may_be_none):
-                raise RefusedError(f"{name} must be text, got {value!r}")
-            if is_number and (value < 0 or (value == 0 and name not in ZERO)):
-                expected = f"0 ({ZERO[name]}) or more" if name in ZERO else "positive"
-                raise RefusedError(f"{name} must be {expected}, got {value!r}")
+        try:
+            self.ranks_per_node = _ranks_per_node(self.ranks_per_node)
+        except RefusedError as error:
+            unread["ranks_per_node"] = error
+        return [*unread.values(), *unusable_values(self, DistCAConfig, ZERO, unread)]
 
     @property
     def planned_layout(self) -> str:

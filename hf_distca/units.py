@@ -5,9 +5,11 @@ Values are tokens such as "32k", bytes such as "128MiB", and on, off or "auto".
 
 import re
 from argparse import ArgumentTypeError
-from dataclasses import fields
+from collections.abc import Container, Mapping
+from dataclasses import Field, fields
 from decimal import Decimal
-from math import inf
+from math import inf, isfinite
+from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any, Final, Generic, Literal, TypeVar
 
 from hf_distca.checks.refusal import RefusedError
@@ -32,19 +34,63 @@ class UnitError(ArgumentTypeError, RefusedError):
     """Error of a value that cannot be read; argparse shows the message."""
 
 
-def read_values(settings: Any) -> None:
+def read_values(settings: Any) -> dict[str, RefusedError]:
     """Replace field values of a settings dataclass by the read values of the fields' types.
 
-    Raises:
-        UnitError: a value cannot be read; names the field and what is expected.
+    Return the errors of values that cannot be read, by field.
     """
+    errors: dict[str, RefusedError] = {}
     for field in fields(settings):
         if field.type in _READERS:
             try:
                 read_value: Any = field.type
                 setattr(settings, field.name, read_value(getattr(settings, field.name)))
             except UnitError as error:
-                raise UnitError(f"{field.name} {error}") from None
+                errors[field.name] = UnitError(f"{field.name} {error}")
+    return errors
+
+
+def unusable_values(
+    settings: Any, kind: type, zero: Mapping[str, str], skipped: Container[str] = ()
+) -> list[RefusedError]:
+    """Return the errors of values that do not fit the types and choices of a dataclass's fields.
+
+    Args:
+        kind: the dataclass, or a base class of it whose fields alone are checked.
+        zero: meaning of 0 for the fields that may be 0; all other numbers must be positive.
+        skipped: names of fields that are not checked.
+    """
+    errors = []
+    for setting in fields(kind):
+        value = getattr(settings, setting.name)
+        expected = None if setting.name in skipped else _expected(setting, value, zero)
+        if expected is not None:
+            errors.append(RefusedError(f"{setting.name} must be {expected}, got {value!r}"))
+    return errors
+
+
+def _expected(setting: Field[Any], value: Any, zero: Mapping[str, str]) -> str | None:
+    """Return what a setting must be, if a value cannot be used for it."""
+    name = setting.name
+    valid = setting.metadata.get("choices")
+    is_number = isinstance(value, Real) and not isinstance(value, bool)
+    # HfArgumentParser leaves only `str` of `str | None`.
+    may_be_none = value is None and setting.default is None
+    is_text = setting.type in (str, str | None)
+    expected = None
+    if valid and value not in valid:
+        expected = f"one of {list(valid)}"
+    elif setting.type is float and not (is_number and isfinite(value)):
+        expected = "a finite number"
+    elif setting.type is int and not (is_number and isinstance(value, Integral)):
+        expected = "a whole number"
+    elif setting.type is bool and not isinstance(value, bool):
+        expected = "true or false"
+    elif is_text and not (isinstance(value, str) or may_be_none):
+        expected = "text"
+    elif is_number and (value < 0 or (value == 0 and name not in zero)):
+        expected = f"0 ({zero[name]}) or more" if name in zero else "positive"
+    return expected
 
 
 def read_tokens(value: Any) -> int:

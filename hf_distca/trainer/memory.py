@@ -7,11 +7,12 @@ from accelerate import Accelerator, DistributedType
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from hf_distca.checks.setting_names import CHECKPOINTING
 from hf_distca.dispatch.dispatcher import Dispatcher
 from hf_distca.memory import Strategy
 from hf_distca.memory.counter import MemoryCounter, Training, longest_documents
 from hf_distca.memory.launches import raised_in
-from hf_distca.models.checkpointing import CHECKPOINTING, checkpointing_options
+from hf_distca.models.checkpointing import checkpointing_options
 from hf_distca.models.decoder import base_model, decoder_layers
 from hf_distca.models.tensor_parallel import is_divided_at_load
 from hf_distca.planner.micro_batch import plan_micro_batch

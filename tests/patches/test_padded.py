@@ -416,7 +416,7 @@ def message_of(change: Callable[[dict[str, Tensor]], dict[str, Any]]) -> str:
         (with_label, "sequence 1 of a padded batch has the token id -100, but token ids begin at"),
         (
             with_unknown_token,
-            "sequence 1 of a padded batch has the token 64, but the model's embedding has",
+            "sequence 1 of a padded batch has the token id 64, but the model's embedding has",
         ),
         (
             with_long_sequence,

@@ -19,7 +19,7 @@ from transformers import LlamaConfig, Qwen3Config
 from hf_distca.config import DistCAConfig
 from hf_distca.memory.counter import MemoryCounter
 from hf_distca.models.fake import model_of_config
-from hf_distca.models.refusals import check_model
+from hf_distca.models.model_facts import check_model
 from hf_distca.models.shape import model_shape
 from hf_distca.patches.loss import LEAST_CHUNK_BYTES
 from hf_distca.run import RunSpec, Strategy

@@ -42,7 +42,7 @@ from transformers import (
 )
 
 from hf_distca import DistCATrainer, DistCATrainingArguments
-from hf_distca.models.checkpointing import CHECKPOINTING
+from hf_distca.checks.setting_names import CHECKPOINTING
 
 RANKS = 4
 LONG_SHARE = 600_000 / 1_048_576

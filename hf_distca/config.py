@@ -4,8 +4,8 @@ import os
 from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args
 
+from hf_distca.checks.refusal import RefusedError, raise_all
 from hf_distca.kernel_names import KERNEL_NAMES
-from hf_distca.refusal import RefusedError
 from hf_distca.server_settings import Servers, read_servers
 from hf_distca.units import (
     AUTO,
@@ -15,9 +15,9 @@ from hf_distca.units import (
     Switch,
     TokensOrAuto,
     Tolerance,
-    check_values,
     read_values,
     setting,
+    unusable_values,
 )
 
 DOCUMENT_LAYOUTS = (AUTO, "fixed", "whole")
@@ -181,14 +181,21 @@ class DistCAConfig:
         return 8192
 
     def __post_init__(self) -> None:
-        read_values(self, read_servers)
+        raise_all(self._refused())
+
+    def _refused(self) -> list[RefusedError]:
+        """Read the values of all settings, and return the errors of those that cannot be used."""
+        unread = read_values(self, read_servers)
         tokens: int | str = self.tokens_per_rank
         if tokens == AUTO:
             self.tokens_per_rank = self.default_tokens_per_rank
         if isinstance(self.device_profile, os.PathLike):
             self.device_profile = os.fspath(self.device_profile)
-        self.ranks_per_node = _ranks_per_node(self.ranks_per_node)
-        check_values(self, DistCAConfig, ZERO)
+        try:
+            self.ranks_per_node = _ranks_per_node(self.ranks_per_node)
+        except RefusedError as error:
+            unread["ranks_per_node"] = error
+        return [*unread.values(), *unusable_values(self, DistCAConfig, ZERO, unread)]
 
     @property
     def remote_workers(self) -> bool:

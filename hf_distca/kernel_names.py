@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from importlib import metadata
 from importlib.util import find_spec
 
-from hf_distca.refusal import PackageError
+from hf_distca.checks.refusal import PackageError
 
 KERNEL_NAMES = (
     "auto",

@@ -10,8 +10,8 @@ from typing import NoReturn, ParamSpec, TypeVar
 
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
+from hf_distca.checks.refusal import RefusedError, SentenceError
 from hf_distca.progress import is_first_rank
-from hf_distca.refusal import RefusedError, SentenceError
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")

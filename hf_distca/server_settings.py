@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, Final, Literal
 
-from hf_distca.refusal import RefusedError
-from hf_distca.units import AUTO, UnitError, check_values, read_whole_number, setting
+from hf_distca.checks.refusal import RefusedError, raise_all
+from hf_distca.units import AUTO, UnitError, read_whole_number, setting, unusable_values
 
 EXTERNAL: Final = "external"
 """Value of `count` for servers that are started separately."""
@@ -65,7 +65,7 @@ class AttentionServers:
         object.__setattr__(self, "count", _read_count(self.count))
         if isinstance(self.token_file, os.PathLike):
             object.__setattr__(self, "token_file", os.fspath(self.token_file))
-        check_values(self, AttentionServers, {"count": "all processes train"})
+        raise_all(unusable_values(self, AttentionServers, {"count": "all processes train"}))
 
     @property
     def in_launch(self) -> int:

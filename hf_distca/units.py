@@ -5,14 +5,14 @@ Values are tokens such as "32k", bytes such as "128MiB", and on, off or "auto".
 
 import re
 from argparse import ArgumentTypeError
-from collections.abc import Callable, Mapping
-from dataclasses import field, fields
+from collections.abc import Callable, Container, Mapping
+from dataclasses import Field, field, fields
 from decimal import Decimal
 from math import inf, isfinite
 from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any, Final, Generic, Literal, TypeVar
 
-from hf_distca.refusal import RefusedError
+from hf_distca.checks.refusal import RefusedError
 
 TOKENS = {"": 1, "k": 2**10, "m": 2**20}
 """Suffixes of token numbers: 32k is 32,768 tokens, as in names of models."""
@@ -37,51 +37,66 @@ def setting(default: Any, help: str, **metadata: Any) -> Any:
     return field(default=default, metadata={"help": help, **metadata})
 
 
-def read_values(settings: Any, *readers: Callable[[Any], Any]) -> None:
+def read_values(settings: Any, *readers: Callable[[Any], Any]) -> dict[str, RefusedError]:
     """Replace field values of a settings dataclass by the read values of the fields' types.
+
+    Return the errors of values that cannot be read, by field.
 
     Args:
         readers: types that read values, besides those of this module.
-
-    Raises:
-        UnitError: a value cannot be read; names the field and what is expected.
     """
+    errors: dict[str, RefusedError] = {}
     for setting in fields(settings):
         if setting.type in (*_READERS, *readers):
             try:
                 read_value: Any = setting.type
                 setattr(settings, setting.name, read_value(getattr(settings, setting.name)))
             except UnitError as error:
-                raise UnitError(f"{setting.name} {error}") from None
+                errors[setting.name] = UnitError(f"{setting.name} {error}")
+    return errors
 
 
-def check_values(settings: Any, kind: type, zero: Mapping[str, str]) -> None:
-    """Raise RefusedError unless values fit the types and choices of the fields of a dataclass.
+def unusable_values(
+    settings: Any, kind: type, zero: Mapping[str, str], skipped: Container[str] = ()
+) -> list[RefusedError]:
+    """Return the errors of values that do not fit the types and choices of a dataclass's fields.
 
     Args:
         kind: the dataclass, or a base class of it whose fields alone are checked.
         zero: meaning of 0 for the fields that may be 0; all other numbers must be positive.
+        skipped: names of fields that are not checked.
     """
+    errors = []
     for setting in fields(kind):
-        name = setting.name
         value = getattr(settings, setting.name)
-        valid = setting.metadata.get("choices")
-        if valid and value not in valid:
-            raise RefusedError(f"{name} must be one of {list(valid)}, got {value!r}")
-        is_number = isinstance(value, Real) and not isinstance(value, bool)
-        if setting.type is float and not (is_number and isfinite(value)):
-            raise RefusedError(f"{name} must be a finite number, got {value!r}")
-        if setting.type is int and not (is_number and isinstance(value, Integral)):
-            raise RefusedError(f"{name} must be a whole number, got {value!r}")
-        if setting.type is bool and not isinstance(value, bool):
-            raise RefusedError(f"{name} must be true or false, got {value!r}")
-        # HfArgumentParser leaves only `str` of `str | None`.
-        may_be_none = value is None and setting.default is None
-        if setting.type in (str, str | None) and not (isinstance(value, str) or may_be_none):
-            raise RefusedError(f"{name} must be text, got {value!r}")
-        if is_number and (value < 0 or (value == 0 and name not in zero)):
-            expected = f"0 ({zero[name]}) or more" if name in zero else "positive"
-            raise RefusedError(f"{name} must be {expected}, got {value!r}")
+        expected = None if setting.name in skipped else _expected(setting, value, zero)
+        if expected is not None:
+            errors.append(RefusedError(f"{setting.name} must be {expected}, got {value!r}"))
+    return errors
+
+
+def _expected(setting: Field[Any], value: Any, zero: Mapping[str, str]) -> str | None:
+    """Return what a setting must be, if a value cannot be used for it."""
+    name = setting.name
+    valid = setting.metadata.get("choices")
+    is_number = isinstance(value, Real) and not isinstance(value, bool)
+    # HfArgumentParser leaves only `str` of `str | None`.
+    may_be_none = value is None and setting.default is None
+    is_text = setting.type in (str, str | None)
+    expected = None
+    if valid and value not in valid:
+        expected = f"one of {list(valid)}"
+    elif setting.type is float and not (is_number and isfinite(value)):
+        expected = "a finite number"
+    elif setting.type is int and not (is_number and isinstance(value, Integral)):
+        expected = "a whole number"
+    elif setting.type is bool and not isinstance(value, bool):
+        expected = "true or false"
+    elif is_text and not (isinstance(value, str) or may_be_none):
+        expected = "text"
+    elif is_number and (value < 0 or (value == 0 and name not in zero)):
+        expected = f"0 ({zero[name]}) or more" if name in zero else "positive"
+    return expected
 
 
 def read_tokens(value: Any) -> int:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from hf_distca.refusal import Refusal
+from hf_distca.checks.refusal import Refusal
 
 
 def refused(entry: Refusal, **values: Any) -> Any:
@@ -26,10 +26,10 @@ def pattern(entry: Refusal, **values: Any) -> str:
         f"{entry.found}, but {entry.reason}; {entry.remedy}"
     ):
         parts.append(re.escape(text))
-        if name in values:
-            field = (
-                f"{{{name}{f'!{conversion}' if conversion else ''}{f':{spec}' if spec else ''}}}"
-            )
+        # Texts of a rule name attributes of its subject.
+        key = (name or "").rpartition(".")[2]
+        if key in values:
+            field = f"{{{key}{f'!{conversion}' if conversion else ''}{f':{spec}' if spec else ''}}}"
             parts.append(re.escape(field.format(**values)))
         elif name is not None:
             parts.append("(?s:.*?)")

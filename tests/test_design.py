@@ -11,7 +11,7 @@ import pytest
 from transformers import TrainerCallback
 
 import hf_distca
-from hf_distca.models.checkpointing import CHECKPOINTING
+from hf_distca.checks.setting_names import CHECKPOINTING
 from hf_distca.plan.schedule import make_schedule
 from tests.ranks import RankPool
 from tests.trainer.small_trainers import LENGTHS, make_trainer

@@ -11,9 +11,9 @@ import signal
 import pytest
 
 import hf_distca
+from hf_distca.checks.refusal import PackageError, Refusal, RefusedError
 from hf_distca.dispatch.waits import OtherRankError
 from hf_distca.kernel_names import MissingPackageError
-from hf_distca.refusal import PackageError, Refusal, RefusedError
 from hf_distca.trainer.resuming import full_disk_named
 from hf_distca.units import read_tokens
 

@@ -1,1 +1,1 @@
-"""What a batch may hold: documents in packed rows, values in a model's tables, and refusals."""
+"""What a batch may hold: documents in packed rows, and values in a model's tables."""

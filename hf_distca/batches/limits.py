@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from hf_distca.batches.refusals import Batch
+from hf_distca.checks.batch_rules import Batch
 
 IGNORED_TARGET = -100
 """Target of a row without loss, as everywhere in Hugging Face."""
@@ -55,10 +55,11 @@ class Limits:
 
     def _token_error(self, name: str, token: int, at: int) -> ValueError:
         """Return the error of a token that is no row of the embedding."""
+        place = f" at position {at}"
         if token < 0:
-            return Batch.NEGATIVE_TOKEN.error(name=name, token=token, at=f" at position {at}")
+            return Batch.NEGATIVE_TOKEN.error(name=name, token=token, at=place)
         assert self.vocabulary is not None
-        return Batch.TOKEN_ID.error(name=name, token=token, at=at, last=self.vocabulary - 1)
+        return Batch.TOKEN_ID.error(name=name, token=token, at=place, last=self.vocabulary - 1)
 
     def check_length(self, length: int, name: str) -> None:
         """Raise ValueError if a document has tokens beyond the model's positions.

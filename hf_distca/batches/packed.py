@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from hf_distca.batches.limits import IGNORED_TARGET, VALUES, Extremes, Limits, least_and_greatest
-from hf_distca.batches.refusals import Batch
+from hf_distca.checks.batch_rules import Batch
 
 REPLACED_BY_PLAN = (
     "attention_mask",

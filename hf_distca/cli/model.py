@@ -15,7 +15,7 @@ from hf_distca.cli.options import GB
 from hf_distca.memory.counter import MEMORY, MemoryCounter
 from hf_distca.memory.live import Part
 from hf_distca.models.fake import model_of_config
-from hf_distca.models.refusals import check_model
+from hf_distca.models.model_facts import check_model
 from hf_distca.models.shape import mixing_shape
 from hf_distca.plan import MicroBatchPlan
 from hf_distca.planner.settings import PlanSettings

@@ -265,7 +265,7 @@ def _profile(options: argparse.Namespace) -> DeviceProfile:
 
 def _to_copy(options: argparse.Namespace, result: Simulation, run: RunSpec) -> dict[str, Any]:
     """Return the simulated training's arguments that differ from the defaults."""
-    from hf_distca.models.checkpointing import CHECKPOINTING
+    from hf_distca.checks.setting_names import CHECKPOINTING
 
     default = vars(DistCAConfig())
     changed = {

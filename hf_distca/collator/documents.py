@@ -20,8 +20,8 @@ from torch.utils.data import Dataset, IterableDataset
 from tqdm.auto import tqdm
 
 from hf_distca.batches.limits import IGNORED_TARGET, NO_LIMITS, Limits
-from hf_distca.collator.refusals import Data
-from hf_distca.refusal import given_as
+from hf_distca.checks.data_rules import Data
+from hf_distca.checks.refusal import given_as
 
 READ_BATCH = 1000
 """Number of documents read at once to compute lengths and to check documents."""

@@ -9,9 +9,9 @@ from numpy.typing import NDArray
 from torch.utils.data import Sampler
 
 from hf_distca.batches.limits import NO_LIMITS, Limits
+from hf_distca.checks.data_rules import Data
 from hf_distca.collator.documents import A_DATASET
 from hf_distca.collator.prefixes import SharedBeginnings
-from hf_distca.collator.refusals import Data
 from hf_distca.plan.intervals import expand
 from hf_distca.planner.bin_packing import (
     largest_first,

@@ -14,6 +14,7 @@ import datasets
 import pyarrow as pa
 from datasets.load import infer_module_for_data_files_list
 
+from hf_distca.checks.data_rules import Source
 from hf_distca.collator.formats import (
     COMPRESSED,
     TEXTS,
@@ -22,7 +23,6 @@ from hf_distca.collator.formats import (
     is_pattern,
     suffix_of,
 )
-from hf_distca.collator.refusals import Source
 from hf_distca.collator.texts import bytes_around
 
 SampleBy = Literal["document", "paragraph"]

@@ -15,9 +15,9 @@ from numpy.typing import NDArray
 from torch.utils.data import IterableDataset, get_worker_info
 
 from hf_distca.batches.limits import NO_LIMITS, Limits
+from hf_distca.checks.data_rules import Data
 from hf_distca.collator.collation import excerpt_rows, rows_batch
 from hf_distca.collator.documents import ANY_COLUMNS, Columns, token_document
-from hf_distca.collator.refusals import Data
 from hf_distca.collator.sampler import fit_documents
 from hf_distca.collator.texts import TextStream
 from hf_distca.planner.bin_packing import pack_in_order

@@ -10,8 +10,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from torch.utils.data import IterableDataset
 
+from hf_distca.checks.data_rules import Data
 from hf_distca.collator.documents import READ_BATCH, is_stored
-from hf_distca.collator.refusals import Data
 
 SHOWN_BYTES = 10
 """Bytes that an error shows before and after a fault."""

@@ -10,6 +10,7 @@ import torch
 
 from hf_distca.batches.limits import NO_LIMITS, Limits
 from hf_distca.batches.packed import REPLACED_BY_PLAN, checked_document_lengths, filler_batch
+from hf_distca.checks.refusal import RefusedError
 from hf_distca.dispatch.bound import BoundPlan, Runtime
 from hf_distca.dispatch.exchange import Exchange
 from hf_distca.dispatch.groups import EXCHANGE_CTAS, Groups, RankMesh, first_difference
@@ -21,7 +22,6 @@ from hf_distca.plan import PLAN_KEY, MicroBatchPlan
 from hf_distca.planner.micro_batch import plan_placed
 from hf_distca.planner.settings import PlanSettings
 from hf_distca.predict.seconds import StepCosts
-from hf_distca.refusal import RefusedError
 from hf_distca.run import RunSpec
 
 logger = logging.getLogger(__name__)

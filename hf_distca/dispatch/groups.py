@@ -19,8 +19,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from hf_distca.checks.refusal import RefusedError, SentenceError, told
 from hf_distca.dispatch.waits import Waits
-from hf_distca.refusal import RefusedError, SentenceError, told
 from hf_distca.units import counted
 
 logger = logging.getLogger(__name__)

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from hf_distca.batches.limits import Limits
-from hf_distca.batches.refusals import Batch
+from hf_distca.checks.batch_rules import Batch
 from hf_distca.dispatch.bound import BoundPlan
 from hf_distca.dispatch.dispatcher import Dispatcher
 from hf_distca.dispatch.groups import Groups
@@ -97,11 +97,11 @@ def read_sequences(
         )
     if limits.vocabulary is not None:
         for sequence in np.flatnonzero((lowest < 0) | (highest >= limits.vocabulary))[:1]:
+            name = f"sequence {sequence} of a padded batch"
             if lowest[sequence] < 0:
-                name = f"sequence {sequence} of a padded batch"
                 raise Batch.NEGATIVE_TOKEN.error(name=name, token=lowest[sequence], at="")
-            raise Batch.PADDED_TOKEN_ID.error(
-                sequence=sequence, token=highest[sequence], last=limits.vocabulary - 1
+            raise Batch.TOKEN_ID.error(
+                name=name, token=highest[sequence], at="", last=limits.vocabulary - 1
             )
     longest = int(lengths.argmax())
     limits.check_length(int(lengths[longest]), f"sequence {longest} of a padded batch")

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 import torch
 
+from hf_distca.checks.refusal import RefusedError
 from hf_distca.kernel_names import KERNEL_NAMES
-from hf_distca.refusal import RefusedError
 
 from .contract import AttentionParams, Kernel, Need
 from .cpu import CpuKernel

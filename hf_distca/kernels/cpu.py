@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from hf_distca.refusal import RefusedError
+from hf_distca.checks.refusal import RefusedError
 
 from .contract import AttentionParams, Need, TaskShapes, check_tensors
 from .fused import merge_into

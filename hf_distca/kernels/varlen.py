@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from hf_distca.checks.refusal import PackageError, RefusedError
 from hf_distca.kernel_names import KernelPackage, MissingPackageError
-from hf_distca.refusal import PackageError, RefusedError
 
 from .contract import ALIGNMENT, AttentionParams, Need, TaskShapes, check_tensors
 from .split import OF_LONGEST, OF_LONGEST_Q, task_ranges

@@ -4,18 +4,11 @@ from collections.abc import Iterable
 from typing import Any
 
 from torch import nn
-from transformers import PreTrainedModel
 
+from hf_distca.checks.setting_names import CHECKPOINTING, EARLIER, LATER
 from hf_distca.dispatch.offload import BUFFERS
 from hf_distca.models.decoder import base_model, decoder_layers
 from hf_distca.plan import AttentionKind
-
-LATER = "activation_checkpointing"
-"""Name since transformers 5.23."""
-EARLIER = "gradient_checkpointing"
-"""Name before transformers 5.23, of which later versions warn."""
-CHECKPOINTING = LATER if hasattr(PreTrainedModel, f"{LATER}_enable") else EARLIER
-"""Name of the setting of `TrainingArguments`, and part of the names of methods."""
 
 LSE_BYTES = 4
 """Bytes of a value of the log-sum-exp."""

@@ -6,10 +6,10 @@ from typing import Any, NamedTuple
 from torch import nn
 from transformers import PreTrainedConfig
 
+from hf_distca.checks.model_rules import Models
 from hf_distca.models.decoder import base_model, decoder_attentions, hands_on
 from hf_distca.models.tensor_parallel import kind_on_a_rank
 from hf_distca.plan import AttentionKind
-from hf_distca.refusal import RefusedError
 
 ROWWISE = ("moe", "mlp", "sparse", "dense")
 """Types of layers that compute each row independently."""
@@ -63,11 +63,8 @@ def _kind_of_layer(attention: nn.Module, config: Any, reach: Reach) -> Attention
     """
     q_heads = getattr(config, "num_attention_heads", None)
     if q_heads is None:
-        raise RefusedError(
-            f"{type(config).__name__} has no num_attention_heads, so the heads of "
-            f"{type(attention).__name__} are unknown and its attention cannot be planned; train "
-            "this model with stock attention and transformers' Trainer"
-        )
+        config_class = type(config).__name__
+        raise Models.NO_HEADS.error(config=config_class, attention=type(attention).__name__)
     if getattr(config, "qk_nope_head_dim", None) is not None:
         # Latent attention has keys and values for every head.
         kv_heads = q_heads
@@ -104,9 +101,7 @@ def attention_reaches(config: PreTrainedConfig) -> list[Reach]:
     reaches["chunked_attention"] = Reach(chunk=getattr(config, "attention_chunk_size", None))
     unknown_types = sorted(set(types) - set(reaches))
     if unknown_types:
-        raise RefusedError(
-            f"{type(config).__name__} has layers of type {unknown_types}, but a planned step is "
-            f"exact only for layers of the types {sorted(reaches)}. Choose a model with these "
-            "types only, or train this model with stock attention and transformers' Trainer"
+        raise Models.UNKNOWN_LAYERS.error(
+            config=type(config).__name__, types=unknown_types, known=sorted(reaches)
         )
     return [reaches[layer_type] for layer_type in types]

@@ -8,12 +8,13 @@ import torch
 from torch import distributed as dist
 from transformers import PreTrainedModel
 
+from hf_distca.checks.model_rules import Models
 from hf_distca.config import DistCAConfig
 from hf_distca.kernels import AttentionParams, Kernel, Need, choose_kernel, get_kernel
 from hf_distca.models.decoder import base_model, decoder_layers
 from hf_distca.models.kinds import layers_by_kind
 from hf_distca.models.mixing import WHOLE, uncuttable
-from hf_distca.models.refusals import Models, check_layers, check_model
+from hf_distca.models.model_facts import check_model
 from hf_distca.models.shape import model_shape
 from hf_distca.run import RunSpec
 from hf_distca.units import AUTO
@@ -53,10 +54,8 @@ def describe_run(
             does not support its attention, or the nodes do not add up to the number of ranks.
         ImportError: The package of the kernel is not installed.
     """
-    check_model(model)
+    check_model(model, ping_pong=config.ping_pong is True)
     model = base_model(model)
-    if config.ping_pong is True:
-        check_layers(model)
     layout = document_layout(model, config)
     dtype = model.dtype if dtype is None else dtype
     kinds = tuple(layers_by_kind(model))

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from hf_distca.checks.model_rules import Models
 from hf_distca.plan import AttentionKind
-from hf_distca.refusal import RefusedError
 
 TAKES_SHARES = "rowwise"
 """transformers' style of a linear layer with divided input: the output projection of divided
@@ -44,11 +44,14 @@ def kind_on_a_rank(
         return kind
     for heads, kind_of_heads in ((kind.q_heads, "query heads"), (kind.kv_heads, "key/value heads")):
         if heads % ranks:
-            raise RefusedError(
-                f"{name} has {heads} {kind_of_heads}, which tensor parallelism cannot divide among "
-                f"{ranks} ranks. Load {type(model).__name__} with a tp_size that divides "
-                f"{kind.q_heads} and {kind.kv_heads}; raise fsdp_size to use the other ranks: "
-                "DistributedConfig(tp_size=…, fsdp_size=…)"
+            raise Models.UNDIVIDED_HEADS.error(
+                name=name,
+                heads=heads,
+                kind=kind_of_heads,
+                ranks=ranks,
+                model=type(model).__name__,
+                q_heads=kind.q_heads,
+                kv_heads=kind.kv_heads,
             )
     return replace(kind, q_heads=kind.q_heads // ranks, kv_heads=kind.kv_heads // ranks)
 

@@ -23,7 +23,7 @@ from hf_distca.dispatch.attention import disaggregated_attention
 from hf_distca.dispatch.bound import BoundPlan
 from hf_distca.kernels import AttentionParams
 from hf_distca.models.kinds import Reach, attention_reaches
-from hf_distca.models.refusals import CHANGING_MASKS
+from hf_distca.models.model_facts import CHANGING_MASKS
 from hf_distca.models.rotary import config_depends_on_length
 from hf_distca.patches.modules import uncompiled
 from hf_distca.plan import PLAN_KEY

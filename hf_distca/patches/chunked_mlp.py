@@ -24,9 +24,9 @@ from torch.autograd.function import once_differentiable
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
+from hf_distca.checks.model_rules import Models
 from hf_distca.models.decoder import decoder_layers
 from hf_distca.patches.modules import subclass
-from hf_distca.refusal import RefusedError
 
 logger = logging.getLogger(__name__)
 
@@ -73,10 +73,7 @@ def chunk_layers(model: nn.Module, rows: int) -> None:
             divided += 1
     reasons = "; ".join(left) or "they have no module whose class name ends in MLP"
     if not divided:
-        raise RefusedError(
-            f"mlp_chunk_rows={rows} has no effect on the decoder layers of {type(model).__name__}: "
-            f"{reasons}; set mlp_chunk_rows=0"
-        )
+        raise Models.NO_MLPS.error(rows=rows, model=type(model).__name__, reasons=reasons)
     if left:
         logger.warning("mlp_chunk_rows does not apply to some MLPs: %s", reasons)
     modules = chain.from_iterable(layer.modules() for layer in layers)

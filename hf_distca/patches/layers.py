@@ -24,7 +24,6 @@ from transformers.utils.output_capturing import _active_collector
 
 from hf_distca.dispatch.bound import BoundPlan
 from hf_distca.models.decoder import decoder_layers, is_attention, mixing_modules
-from hf_distca.models.refusals import check_layers
 from hf_distca.patches.mixing import layer_runs, plan_mixing
 from hf_distca.patches.modules import subclass, uncompiled
 from hf_distca.patches.split import ThreadState, join_results, join_states, split_argument
@@ -48,11 +47,7 @@ def plan_layers(model: PreTrainedModel) -> list[type[nn.Module]]:
 
     Returns:
         The subclasses that the model's layers now have.
-
-    Raises:
-        ValueError: The model has no layer that transformers can checkpoint.
     """
-    check_layers(model)
     subclasses: dict[type[nn.Module], type[nn.Module]] = {}
     for layer in _layers_to_plan(model):
         if not isinstance(layer, _PlannedLayer):

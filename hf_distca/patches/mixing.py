@@ -19,11 +19,11 @@ from typing import Any
 from torch import nn
 from transformers import Cache
 
+from hf_distca.checks.model_rules import Models
 from hf_distca.dispatch.bound import BoundPlan
 from hf_distca.dispatch.checkpoints import Checkpoints, checkpoints_around
 from hf_distca.models.decoder import mixing_modules, stock_forward
 from hf_distca.models.mixing import LIGHTNING, functions
-from hf_distca.models.refusals import Models
 from hf_distca.patches.mixing_functions import MixingCall, lightning_attention, planned_functions
 from hf_distca.patches.modules import subclass, uncompiled
 from hf_distca.patches.split import CACHED, Parts, Sizes, join_results, split_argument

@@ -15,13 +15,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
-from hf_distca.batches.refusals import Batch
+from hf_distca.checks.batch_rules import Batch
+from hf_distca.checks.refusal import given_as
 from hf_distca.dispatch.padded import PackedBatch, PaddedBatch, PaddedBatches
 from hf_distca.models.decoder import backbone, base_model, stock_forward
 from hf_distca.patches.modules import subclass, uncompiled
 from hf_distca.patches.offload import wrap_checkpoints
 from hf_distca.plan import PLAN_KEY
-from hf_distca.refusal import given_as
 
 NOT_PER_TOKEN = ("cache_position",)
 """Arguments that only number the columns of a batch."""

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from hf_distca.refusal import RefusedError
+from hf_distca.checks.refusal import RefusedError
 
 NODE_BANDWIDTH = 450.0
 """GB/s that a GPU sends, and receives, inside its node: NVLink of an H100 or H200."""

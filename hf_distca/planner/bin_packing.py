@@ -13,8 +13,8 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from hf_distca.checks.refusal import RefusedError
 from hf_distca.plan.cost import as_lengths
-from hf_distca.refusal import RefusedError
 
 IntArray = NDArray[np.int64]
 FloatArray = NDArray[np.float64]

@@ -26,9 +26,9 @@ from typing import Any, Literal, NamedTuple
 
 import psutil
 
+from hf_distca.checks.refusal import PackageError, RefusedError
 from hf_distca.pool.messages import NixlPeer
 from hf_distca.pool.wire import LinkLost
-from hf_distca.refusal import PackageError, RefusedError
 
 CHUNK_BYTES = 32 << 20
 """Most bytes of one transfer. More bytes take several transfers in turn, each with a time-out."""

@@ -7,7 +7,7 @@ import string
 from pathlib import Path
 from tempfile import NamedTemporaryFile
 
-from hf_distca.refusal import RefusedError
+from hf_distca.checks.refusal import RefusedError
 
 TOKEN_BYTES = 32
 """Bytes of a token: as many as the digest of the HMAC-SHA256 that proves it."""

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hf_distca.checks.refusal import RefusedError
 from hf_distca.pool.messages import (
     Call,
     NixlPeer,
@@ -31,7 +32,6 @@ from hf_distca.pool.messages import (
 )
 from hf_distca.pool.nixl import HOST, NixlAgent, Operation, Piece, Space, has_rdma, is_installed
 from hf_distca.pool.wire import Buffer, Channel, LinkLost, MismatchError, ProtocolError
-from hf_distca.refusal import RefusedError
 
 SLAB_BYTES = 64 << 20
 """Bytes of the first slab. Each later slab is as large as all before it, so that there are few."""

@@ -1,6 +1,7 @@
 """What a trainer is given and needs no more, because documents are packed by their lengths."""
 
-from collections.abc import Mapping
+import inspect
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from tqdm.auto import tqdm
@@ -31,6 +32,26 @@ ROW_COLLATORS = (
     DefaultDataCollator,
 )
 """Collators of transformers that give each document a row."""
+
+
+def arguments_by_name(
+    method: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return the arguments of a bound method by name.
+
+    Raise TypeError for one whose position has no name.
+    """
+    names = [
+        parameter.name
+        for parameter in inspect.signature(method).parameters.values()
+        if parameter.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD
+    ]
+    if len(args) > len(names):
+        raise TypeError(
+            f"{method.__qualname__} takes {len(names)} positional arguments, got {len(args)}; pass "
+            "the others by name"
+        )
+    return {**dict(zip(names, args, strict=False)), **kwargs}
 
 
 def without_row_collator(arguments: Mapping[str, Any]) -> dict[str, Any]:

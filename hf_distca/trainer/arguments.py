@@ -9,21 +9,19 @@ import torch
 from accelerate.utils import parse_flag_from_env
 from transformers import TrainingArguments
 
+from hf_distca.checks.argument_rules import ARGUMENTS, PACKED_ARGUMENTS
+from hf_distca.checks.launch_rules import NOT_CONNECTED
+from hf_distca.checks.refusal import RefusedError, Rule, check
+from hf_distca.checks.setting_names import CHECKPOINTING
 from hf_distca.config import DistCAConfig
-from hf_distca.models.checkpointing import CHECKPOINTING, move_default
+from hf_distca.models.checkpointing import move_default
 from hf_distca.pool.launch import Launch, on_cpu, serve_if_server, split_launch
-from hf_distca.refusal import Rule, check
+from hf_distca.trainer.launch_facts import refused_arguments
 from hf_distca.trainer.parallel import ProcessCounts, join_on_cpu, share_on_cpu
-from hf_distca.trainer.refusals import (
-    ARGUMENTS,
-    IMPORTED_AGAIN,
-    LIGERS_LOSSES,
-    LOSES_DEEPSPEED,
-    NO_BACKEND,
-    NOT_CONNECTED,
-    PACKED_ARGUMENTS,
-)
 from hf_distca.units import setting
+
+LIGERS_LOSSES = ("fused_linear_cross_entropy", "cross_entropy")
+"""Liger kernels that replace the loss of a model, or of all of transformers."""
 
 if TYPE_CHECKING:
     _Arguments = TrainingArguments
@@ -43,15 +41,14 @@ class DistCAPaddedArguments(DistCAConfig, _Arguments):
     ```
     """
 
-    _refused: ClassVar[tuple[Rule, ...]] = ARGUMENTS
+    _rules: ClassVar[tuple[Rule, ...]] = ARGUMENTS
     _done_anyway: ClassVar[Mapping[str, Any]] = {"padding_free": False}
 
     def __post_init__(self) -> None:
-        check((IMPORTED_AGAIN,), self)
         self._accept_done_anyway()
-        DistCAConfig.__post_init__(self)
         # Otherwise TrainingArguments refuses bf16 on the CPU, although the launch asks for the CPU.
         self.use_cpu = self.use_cpu or parse_flag_from_env("ACCELERATE_USE_CPU")
+        DistCAConfig.__post_init__(self)
         self.attention_server_launch: Launch | None = None
         if self.attention_servers.in_launch:
             # Before TrainingArguments looks up the world.
@@ -59,12 +56,14 @@ class DistCAPaddedArguments(DistCAConfig, _Arguments):
             self.attention_server_launch = launch
             if launch.serves_on is not None:
                 return  # a server only calls `serve_if_server` with its arguments
-        check((NO_BACKEND, LOSES_DEEPSPEED), self)
         join_on_cpu(self)
         move_default(self)
         parent: Any = super(DistCAConfig, self)
         parent.__post_init__()
-        check(self._refused, self)
+
+    def _refused(self) -> list[RefusedError]:
+        """Return the errors of all settings and arguments."""
+        return [*DistCAConfig._refused(self), *refused_arguments(self, self._rules)]
 
     def _accept_done_anyway(self) -> None:
         """Turn off arguments of TRL that ask for what hf_distca does by itself."""
@@ -131,7 +130,7 @@ class DistCAArguments(DistCAPaddedArguments):
     ```
     """
 
-    _refused: ClassVar[tuple[Rule, ...]] = (*ARGUMENTS, *PACKED_ARGUMENTS)
+    _rules: ClassVar[tuple[Rule, ...]] = (*ARGUMENTS, *PACKED_ARGUMENTS)
     _done_anyway: ClassVar[Mapping[str, Any]] = {
         "packing": False,
         "eval_packing": None,

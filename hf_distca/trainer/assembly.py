@@ -9,6 +9,10 @@ import torch
 from accelerate import Accelerator
 from transformers import PreTrainedModel, Trainer
 
+from hf_distca.checks.argument_rules import DISPATCHED
+from hf_distca.checks.launch_rules import NOT_CONNECTED
+from hf_distca.checks.refusal import check
+from hf_distca.checks.run_rules import Run
 from hf_distca.config import DistCAConfig
 from hf_distca.dispatch.dispatcher import Dispatcher
 from hf_distca.dispatch.groups import (
@@ -25,7 +29,7 @@ from hf_distca.models import fla
 from hf_distca.models.checkpointing import layers_with_checkpoints
 from hf_distca.models.decoder import base_model, mixing_layers
 from hf_distca.models.loading import plan_attention
-from hf_distca.models.refusals import check_is_model
+from hf_distca.models.model_facts import check_is_model
 from hf_distca.models.settings import describe_run
 from hf_distca.models.sharing import shares_prefixes, why_sequences_stay_alone
 from hf_distca.models.tables import model_limits
@@ -33,14 +37,13 @@ from hf_distca.patches.head import adapted_heads
 from hf_distca.patches.layers import plan_layers
 from hf_distca.patches.padded import pack_backbone
 from hf_distca.patches.prepare import prepare_model
-from hf_distca.refusal import check
 from hf_distca.run import RunSpec
 from hf_distca.trainer import parallel
 from hf_distca.trainer.costs import with_costs
 from hf_distca.trainer.fitting import fit_into_memory
-from hf_distca.trainer.memory import launch_facts, layers_to_checkpoint
+from hf_distca.trainer.launch_facts import check_trainer
+from hf_distca.trainer.memory import facts_of_launch, layers_to_checkpoint
 from hf_distca.trainer.offload import offload_activations
-from hf_distca.trainer.refusals import DISPATCHED, NOT_CONNECTED, Run, check_trainer
 from hf_distca.trainer.resuming import check_agreement
 
 logger = logging.getLogger(__name__)
@@ -251,7 +254,7 @@ def prepare_trainer(trainer: Trainer, *, packs: bool) -> Dispatcher:
         checkpointed=layers_to_checkpoint(model, args, accelerator),
         folder=Path(str(args.output_dir)),
         planning={"ping_pong": False} if layers_run_once else None,
-        **launch_facts(model, args, accelerator, dtype),
+        **facts_of_launch(model, args, accelerator, dtype),
     )
     if args.device.type == "cuda":  # the memory of other devices is unknown
         fit_into_memory(model, args, dispatcher, may_chunk=not layers_run_once)

@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from hf_distca.checks.argument_rules import liger_replaces_mlps
+from hf_distca.checks.refusal import RefusedError
 from hf_distca.dispatch.dispatcher import Dispatcher
 from hf_distca.patches.chunked_mlp import chunk_layers
-from hf_distca.refusal import RefusedError
 from hf_distca.trainer.memory import (
     CountedMemory,
     checkpointed_layers,
@@ -18,7 +19,6 @@ from hf_distca.trainer.memory import (
     warn_of_memory,
 )
 from hf_distca.trainer.offload import offload_activations, offloaded_bytes
-from hf_distca.trainer.refusals import liger_replaces_mlps
 from hf_distca.units import AUTO
 
 logger = logging.getLogger(__name__)

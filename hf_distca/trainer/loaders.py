@@ -21,6 +21,7 @@ from tqdm.auto import tqdm
 from transformers import Trainer
 from transformers.trainer_utils import seed_worker
 
+from hf_distca.checks.data_rules import Data
 from hf_distca.collator.collation import DistCACollator, RankDocuments
 from hf_distca.collator.documents import (
     READ_BATCH,
@@ -38,7 +39,6 @@ from hf_distca.collator.prefixes import (
     first_hashes,
     repeated,
 )
-from hf_distca.collator.refusals import Data
 from hf_distca.collator.sampler import GlobalBatchSampler, fit_documents
 from hf_distca.collator.streams import NOTHING_READ, StreamPacker
 from hf_distca.collator.summary import documents_summary

@@ -11,8 +11,9 @@ from accelerate import Accelerator, DistributedType
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from hf_distca.checks.setting_names import CHECKPOINTING
 from hf_distca.memory.counter import MemoryCounter, longest_documents
-from hf_distca.models.checkpointing import CHECKPOINTING, checkpointing_options
+from hf_distca.models.checkpointing import checkpointing_options
 from hf_distca.models.decoder import base_model, decoder_layers
 from hf_distca.models.tensor_parallel import is_divided_at_load
 from hf_distca.planner.micro_batch import plan_micro_batch
@@ -94,7 +95,7 @@ def warn_of_memory(counted: CountedMemory, offloaded: int) -> None:
         )
 
 
-def launch_facts(
+def facts_of_launch(
     model: nn.Module, args: Any, accelerator: Accelerator, dtype: torch.dtype
 ) -> dict[str, Any]:
     """Return what a trainer knows of its launch, as fields of RunSpec.

@@ -14,16 +14,17 @@ from transformers.trainer_utils import (
     denumpify_detensorize,
 )
 
+from hf_distca.checks.data_rules import Data
+from hf_distca.checks.run_rules import Run
 from hf_distca.collator.collation import TARGET_ROWS
 from hf_distca.collator.documents import check_dataset
-from hf_distca.collator.refusals import Data
 from hf_distca.collator.streams import EpochStream, StreamPacker
 from hf_distca.models.decoder import mixing_layers
 from hf_distca.models.sharing import shares_prefixes
 from hf_distca.patches.targets import repeat_target_rows
 from hf_distca.plan import PLAN_KEY, MicroBatchPlan
 from hf_distca.trainer import resuming
-from hf_distca.trainer.accepted import print_left_out, without_row_collator
+from hf_distca.trainer.accepted import arguments_by_name, print_left_out, without_row_collator
 from hf_distca.trainer.costs import LearnedCosts
 from hf_distca.trainer.loaders import (
     EvaluationLoader,
@@ -35,7 +36,6 @@ from hf_distca.trainer.loaders import (
 )
 from hf_distca.trainer.planned import PlannedTraining
 from hf_distca.trainer.predictions import EvaluatedRows, Predictions
-from hf_distca.trainer.refusals import Run, arguments_by_name
 from hf_distca.trainer.sharing import why_alone_in
 from hf_distca.units import counted
 
@@ -115,7 +115,7 @@ class DistCAMixin(PlannedTraining):
 
     def _get_dataloader(self, *args: Any, **kwargs: Any) -> DataLoader[Any]:
         """Return a loader of this rank's rows, for training and evaluation alike."""
-        arguments = arguments_by_name(super()._get_dataloader, args, kwargs)
+        arguments = arguments_by_name(super(PlannedTraining, self)._get_dataloader, args, kwargs)
         dataset = arguments["dataset"]
         is_training = arguments.get("is_training", False)
         if not self._packs:

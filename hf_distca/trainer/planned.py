@@ -14,24 +14,20 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, Trainer
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, EvalLoopOutput
 
+from hf_distca.checks.run_rules import Run
 from hf_distca.dispatch.dispatcher import Dispatcher
 from hf_distca.plan import MicroBatchPlan
 from hf_distca.pool.launch import open_pool
 from hf_distca.trainer import parallel, resuming
+from hf_distca.trainer.accepted import arguments_by_name
 from hf_distca.trainer.arguments import DistCAPaddedArguments
 from hf_distca.trainer.assembly import prepare_trainer
 from hf_distca.trainer.card import TAG, complete_card
 from hf_distca.trainer.console import follow_log_level, log_choice, shorten_console
 from hf_distca.trainer.continuing import Continuation
+from hf_distca.trainer.launch_facts import check_given, check_optimizer, check_training
 from hf_distca.trainer.loaders import batch_timeout, is_stream, warn_of_forks
 from hf_distca.trainer.metrics import PREFIX, Remedies, StepMeter
-from hf_distca.trainer.refusals import (
-    Run,
-    arguments_by_name,
-    check_arguments,
-    check_objects,
-    check_optimizer,
-)
 from hf_distca.trainer.tracing import StepTracer
 from hf_distca.units import counted
 
@@ -60,14 +56,11 @@ class PlannedTraining(_Trainer):
         Args:
             arguments: arguments of the trainer's `__init__` by name.
         """
-        has_settings = isinstance(arguments.get("args"), DistCAPaddedArguments)
-        if has_settings:
+        if isinstance(arguments.get("args"), DistCAPaddedArguments):
             # Before a server loads anything. Its arguments are incomplete.
             arguments["args"].serve_if_server()
-        check_objects(arguments, packs=self.packs_documents)
-        if has_settings:
-            arguments = self._prepare_arguments(arguments)
-        check_arguments(type(self), arguments, packs=self.packs_documents)
+        check_given(type(self), arguments, packs=self.packs_documents)
+        arguments = self._prepare_arguments(arguments)
         parallel.share_on_cpu(arguments["args"], arguments.get("model"))
         return arguments
 
@@ -123,15 +116,10 @@ class PlannedTraining(_Trainer):
             ValueError: on every rank, before training, if checkpoint, data or the model's state do
                 not fit this run.
         """
-        if self.args.num_train_epochs <= 0 and self.args.max_steps <= 0:
-            raise Run.NO_STEPS.error(epochs=self.args.num_train_epochs, steps=self.args.max_steps)
-        if not any(parameter.requires_grad for parameter in self.model.parameters()):
-            raise Run.ALL_FROZEN.error(model=type(self.model).__name__)
+        check_training(self)
         if self.optimizer is None and self.args.learning_rate == 0:
             logger.warning("learning_rate=0 is set, so that training changes no weight")
         if self.is_deepspeed_enabled and self.deepspeed is not None:
-            if self.state.global_step:
-                raise Run.SECOND_TRAINING.error(trainer=type(self).__name__)
             # The engine of an evaluation cannot train.
             self.model_wrapped = self.model
             self.deepspeed = None

@@ -23,9 +23,9 @@ from torch.utils._pytree import tree_leaves, tree_map
 from transformers.trainer_pt_utils import nested_numpify
 
 from hf_distca.batches.limits import IGNORED_TARGET
+from hf_distca.checks.run_rules import Run
 from hf_distca.dispatch.groups import Groups
 from hf_distca.plan import MicroBatchPlan
-from hf_distca.trainer.refusals import Run
 
 Function = Callable[[Tensor, Tensor], Any]
 """`preprocess_logits_for_metrics`: logits [1, C, V] and labels [1, C] to tensors [1, C, ...]."""

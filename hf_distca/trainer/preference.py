@@ -14,12 +14,11 @@ import torch
 from torch import Tensor
 from transformers.utils.logging import get_logger
 
+from hf_distca.checks.refusal import PackageError
 from hf_distca.models.loading import planned_attention
 from hf_distca.patches.padded import plan_ahead
-from hf_distca.refusal import PackageError, check
 from hf_distca.trainer.arguments import DistCAPaddedArguments
 from hf_distca.trainer.padded import DistCAPaddedMixin
-from hf_distca.trainer.refusals import IMAGES
 from hf_distca.trainer.rollouts import kept_together, why_shuffled
 
 try:
@@ -82,10 +81,6 @@ class TRLMixin(DistCAPaddedMixin):
             attention = planned_attention(named["model"], options)
             args.model_init_kwargs = {**options, "attn_implementation": attention}
         return super()._prepare_arguments(named)
-
-    def _pack_models(self) -> None:
-        check((IMAGES,), self)
-        super()._pack_models()
 
     def _precompute_ref_logps(self, *args: Any, **kwargs: Any) -> Any:
         """Compute log-probs of the reference, which TRL does at the end of its `__init__`."""

@@ -6,16 +6,16 @@ from typing import Any
 
 from torch import nn
 
-from hf_distca.collator.refusals import Data
+from hf_distca.checks.data_rules import Data
+from hf_distca.checks.refusal import PackageError
+from hf_distca.checks.run_rules import Run
 from hf_distca.collator.texts import check_texts
 from hf_distca.models.loading import planned_attention
 from hf_distca.plan import PLAN_KEY
-from hf_distca.refusal import PackageError, check
 from hf_distca.trainer.arguments import DistCAArguments
 from hf_distca.trainer.loaders import EvaluationLoader, is_stream, named_datasets
 from hf_distca.trainer.mixin import DistCAMixin
 from hf_distca.trainer.predictions import Predictions
-from hf_distca.trainer.refusals import NO_SFT_SETTINGS, SFT_TRAINER, Run
 from hf_distca.units import setting
 
 try:
@@ -59,27 +59,26 @@ class DistCASFTTrainer(DistCAMixin, SFTTrainer):
     """
 
     def __init__(self, model: Any, args: DistCASFTConfig, *positional: Any, **kwargs: Any) -> None:
-        check((NO_SFT_SETTINGS,), args)
-        if isinstance(model, str):
-            options: Any = args.model_init_kwargs or {}
-            attention = planned_attention(model, options)
-            args.model_init_kwargs = {**options, "attn_implementation": attention}
         # For "train" and "eval": targets of the micro-batches since the last log, on all ranks.
         self._targets: dict[str, list[float]] = defaultdict(list)
         super().__init__(model, args, *positional, **kwargs)
-        check(SFT_TRAINER, self)
         for name in DATASETS:
             _check_examples_remain(
                 self._unprepared[name], getattr(self, name), name, args.max_length
             )
 
     def _prepare_arguments(self, arguments: dict[str, Any]) -> dict[str, Any]:
+        args: Any = arguments["args"]
+        if isinstance(arguments.get("model"), str):
+            options: Any = args.model_init_kwargs or {}
+            attention = planned_attention(arguments["model"], options)
+            args.model_init_kwargs = {**options, "attn_implementation": attention}
         # The data sets before TRL prepares them.
         self._unprepared = {name: arguments.get(name) for name in DATASETS}
         if arguments.get("formatting_func") is None:  # else it makes the text
             for name, argument in self._unprepared.items():
                 for key, dataset in named_datasets(argument, name).items():
-                    check_texts(dataset, key, arguments["args"].dataset_text_field)
+                    check_texts(dataset, key, args.dataset_text_field)
         return super()._prepare_arguments(arguments)
 
     def compute_loss(

@@ -6,13 +6,12 @@ from typing import Any
 import datasets
 from transformers import AutoTokenizer, Trainer
 
-from hf_distca.collator.refusals import Data
+from hf_distca.checks.data_rules import Data
+from hf_distca.checks.refusal import given_as
 from hf_distca.collator.texts import TextStream, decoded, document_text, tokenized_dataset
 from hf_distca.models.loading import load_model
-from hf_distca.refusal import check, given_as
 from hf_distca.trainer.loaders import is_stream
 from hf_distca.trainer.mixin import DistCAMixin
-from hf_distca.trainer.refusals import LOADED_ALREADY
 
 
 def with_tokens(given_arguments: Mapping[str, Any], model: Any) -> dict[str, Any]:
@@ -72,8 +71,8 @@ def with_tokens(given_arguments: Mapping[str, Any], model: Any) -> dict[str, Any
 
 
 def _is_tokenizer(value: Any) -> bool:
-    """Return whether a value makes tokens: it is no class, can be called and ends a sequence."""
-    return not isinstance(value, type) and callable(value) and hasattr(value, "eos_token_id")
+    """Return whether a value makes tokens: it can be called and ends a sequence."""
+    return callable(value) and hasattr(value, "eos_token_id")
 
 
 def _first_document(dataset: Any) -> Any:
@@ -97,7 +96,6 @@ class DistCATrainer(DistCAMixin, Trainer):
     """
 
     def _prepare_arguments(self, arguments: dict[str, Any]) -> dict[str, Any]:
-        check((LOADED_ALREADY,), arguments)
         model = arguments.get("model")
         if isinstance(model, str):
             options: Any = getattr(arguments["args"], "model_init_kwargs", None) or {}

@@ -9,10 +9,10 @@ import torch
 from transformers import Qwen3NextConfig
 
 import hf_distca
+from hf_distca.checks.setting_names import CHECKPOINTING
 from hf_distca.cli.model import config_of_shape
 from hf_distca.cli.options import wrapped
 from hf_distca.cli.simulate import _aligned
-from hf_distca.models.checkpointing import CHECKPOINTING
 from hf_distca.models.fake import model_of_config
 from hf_distca.models.shape import model_shape
 from hf_distca.plan import AttentionKind

@@ -16,12 +16,12 @@ from transformers import DataCollatorWithFlattening
 
 from hf_distca.batches.limits import Limits
 from hf_distca.batches.packed import batch_document_lengths, checked_document_lengths
-from hf_distca.batches.refusals import Batch
+from hf_distca.checks.batch_rules import Batch
+from hf_distca.checks.data_rules import Data
 from hf_distca.collator import collation
 from hf_distca.collator.collation import DistCACollator, RankDocuments, excerpt_rows
 from hf_distca.collator.documents import document_lengths
 from hf_distca.collator.padding_free import CollatorWithLengths
-from hf_distca.collator.refusals import Data
 from hf_distca.collator.sampler import GlobalBatchSampler, GlobalMicroBatch, fit_documents
 from hf_distca.collator.streams import StreamPacker
 from hf_distca.plan import AttentionKind
@@ -309,7 +309,11 @@ def test_streams_beyond_the_tables_of_a_model():
     ):
         packed([9, 10])
     with refused(
-        Batch.TOKEN_ID, name="document 2 of rank 0's share of the stream", token=11, at=0, last=9
+        Batch.TOKEN_ID,
+        name="document 2 of rank 0's share of the stream",
+        token=11,
+        at=" at position 0",
+        last=9,
     ):
         packed([11, 9])
     with refused(
@@ -362,7 +366,7 @@ def test_lengths_of_a_flattened_batch(options):
     batch = {name: x.to("meta") if isinstance(x, torch.Tensor) else x for name, x in batch.items()}
     with Counting():
         assert checked_document_lengths(batch, Limits(7, 7, 3), "a batch") == (3, 2, 1)
-        with refused(Batch.TOKEN_ID, name="a batch", token=6, at=5, last=5):
+        with refused(Batch.TOKEN_ID, name="a batch", token=6, at=" at position 5", last=5):
             checked_document_lengths(batch, Limits(6, 7, 3), "a batch")
         with refused(Batch.BEYOND_POSITIONS, name="a document of a batch", length=3, positions=2):
             checked_document_lengths(batch, Limits(7, 7, 2), "a batch")
@@ -376,7 +380,12 @@ def test_lengths_of_a_flattened_batch(options):
     ("ids", "labels", "entry", "words"),
     [
         ([0, 3, 9], [-100, 3, 9], None, {}),
-        ([0, 10, 9], [-100, 3, 9], Batch.TOKEN_ID, {"token": 10, "at": 1, "last": 9}),
+        (
+            [0, 10, 9],
+            [-100, 3, 9],
+            Batch.TOKEN_ID,
+            {"token": 10, "at": " at position 1", "last": 9},
+        ),
         ([0, -1, 9], [-100, 3, 9], Batch.NEGATIVE_TOKEN, {"token": -1, "at": " at position 1"}),
         ([0, 3, 9], [-100, 8, -1], Batch.TARGET_ID, {"label": -1, "at": 2, "last": 8}),
         ([0, 3, 9], [9, -100, -100], Batch.TARGET_ID, {"label": 9, "at": 0}),

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from hf_distca.batches.limits import NO_LIMITS, Limits
-from hf_distca.batches.refusals import Batch
+from hf_distca.checks.batch_rules import Batch
+from hf_distca.checks.data_rules import Data
 from hf_distca.collator.documents import (
     ANY_COLUMNS,
     Columns,
@@ -16,7 +17,6 @@ from hf_distca.collator.documents import (
     dataset_fingerprint,
     document_lengths,
 )
-from hf_distca.collator.refusals import Data
 from hf_distca.collator.sampler import fit_documents
 from tests.refused import refused
 
@@ -185,7 +185,7 @@ LAST = "document 1500 of the data set"
     [
         ([1, 9], [1, 11], None, {}),
         ([1, 9], [12, -100], None, {}),  # the first label is no target
-        ([1, 10], [1, 7], Batch.TOKEN_ID, {"token": 10, "at": 1, "last": 9}),
+        ([1, 10], [1, 7], Batch.TOKEN_ID, {"token": 10, "at": " at position 1", "last": 9}),
         ([-1, 9], [1, 7], Batch.NEGATIVE_TOKEN, {"token": -1, "at": " at position 0"}),
         ([1, 9], [1, 12], Batch.TARGET_ID, {"label": 12, "at": 1, "last": 11}),
         ([1, 9, 9], [1, -100, -1], Batch.TARGET_ID, {"label": -1, "at": 2}),

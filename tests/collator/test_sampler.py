@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_distca.batches.limits import NO_LIMITS, Limits
-from hf_distca.collator.refusals import Data
+from hf_distca.checks.data_rules import Data
 from hf_distca.collator.sampler import GlobalBatchSampler, fit_documents
 from hf_distca.collator.summary import documents_summary
 from hf_distca.collator.whole_ranks import draws_for_whole_ranks

@@ -14,8 +14,8 @@ from datasets import Dataset, DatasetDict
 from datasets.load import infer_module_for_data_files_list
 
 from hf_distca import load_documents
+from hf_distca.checks.data_rules import Source
 from hf_distca.collator.formats import ROWS
-from hf_distca.collator.refusals import Source
 from tests.refused import refused
 
 

@@ -5,7 +5,7 @@ import pytest
 from tokenizers import processors
 from torch.utils.data import IterableDataset
 
-from hf_distca.collator.refusals import Data
+from hf_distca.checks.data_rules import Data
 from hf_distca.collator.streams import StreamPacker
 from hf_distca.collator.texts import TextStream, document_text, tokenize, tokenized_dataset
 from tests.refused import refused

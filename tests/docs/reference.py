@@ -13,13 +13,14 @@ from string import Formatter
 from typing import Any, get_args
 
 import hf_distca
-from hf_distca.batches.refusals import Batch
+from hf_distca.checks import argument_rules, launch_rules
+from hf_distca.checks.batch_rules import Batch
+from hf_distca.checks.data_rules import Data, Source
+from hf_distca.checks.model_rules import ADAPTERS, Models
+from hf_distca.checks.refusal import Refusal
+from hf_distca.checks.run_rules import Resume, Run
 from hf_distca.cli.main import TOOLS
-from hf_distca.collator.refusals import Data, Source
-from hf_distca.models.refusals import ADAPTERS, ALORA, PROMPT_LEARNING, Models
-from hf_distca.refusal import Refusal
 from hf_distca.server_settings import AttentionServers, Servers
-from hf_distca.trainer import refusals
 from hf_distca.trainer.metrics import METRICS, PREFIX
 from hf_distca.units import Bytes, BytesOrAuto, RowsOrAuto, Switch, TokensOrAuto, Tolerance
 
@@ -82,22 +83,23 @@ def entries(table: type) -> tuple[Refusal, ...]:
 
 REFUSALS: dict[str, tuple[Refusal, ...]] = {
     "Models": entries(Models),
-    "Adapters": (PROMPT_LEARNING, ALORA, *ADAPTERS.values()),
-    "Arguments": (*refusals.ARGUMENTS, *refusals.PACKED_ARGUMENTS),
+    "Adapters": ADAPTERS,
+    "Arguments": (*argument_rules.ARGUMENTS, *argument_rules.PACKED_ARGUMENTS),
     "Arguments of the trainer": (
-        *(refusals.NO_SETTINGS, *refusals.PACKED_GIVEN, *refusals.GIVEN),
-        *(*refusals.ROWS_ARE_PLACED, refusals.LOADED_ALREADY),
+        *argument_rules.WITHOUT_SETTINGS,
+        *argument_rules.PACKED_GIVEN,
+        *argument_rules.GIVEN,
     ),
-    "With TRL": (refusals.NO_SFT_SETTINGS, *refusals.SFT_TRAINER),
+    "Arguments of `make_dispatcher`": argument_rules.DISPATCHED,
     "Launch and model": (
-        *(refusals.NO_BACKEND, refusals.LOSES_DEEPSPEED),
-        *(refusals.NOT_CONNECTED, refusals.IMPORTED_AGAIN),
-        *(*refusals.TRAINER, *refusals.PACKED_TRAINER, *refusals.PADDED_TRAINER),
+        *launch_rules.PROCESSES,
+        launch_rules.NOT_CONNECTED,
+        *launch_rules.TRAINER,
     ),
     "Files and names of data": entries(Source),
     "Data": (*entries(Data), *entries(Batch)),
-    "Runs": entries(refusals.Run),
-    "Resuming": entries(refusals.Resume),
+    "Runs": entries(Run),
+    "Resuming": entries(Resume),
 }
 """Sections of the page that are tables of the code."""
 

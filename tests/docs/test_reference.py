@@ -10,12 +10,12 @@ import pytest
 from transformers import Trainer
 
 import hf_distca
+from hf_distca.checks.argument_rules import ARGUMENTS, GIVEN, PACKED_ARGUMENTS, PACKED_GIVEN
 from hf_distca.cli.main import TOOLS
 from hf_distca.kernels import KERNEL_NAMES
 from hf_distca.pool.rank.pool import FIGURES
 from hf_distca.trainer.accepted import BY_PLAN
 from hf_distca.trainer.metrics import METRICS, StepMeter
-from hf_distca.trainer.refusals import ARGUMENTS, GIVEN, PACKED_ARGUMENTS, PACKED_GIVEN
 from tests.docs.reference import FIELDS, FOLDER, GROUPED, PAGES, REFUSALS, UNITS, written
 
 

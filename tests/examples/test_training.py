@@ -13,7 +13,7 @@ from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from examples import dpo, finetune_llama, grpo, make_checkpoint, sft_chat
-from hf_distca.models.checkpointing import CHECKPOINTING
+from hf_distca.checks.setting_names import CHECKPOINTING
 from tests.examples.running import EXAMPLES, finetune, run_forked, summary_of
 from tests.launch import run_in_forks
 

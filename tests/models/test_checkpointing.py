@@ -9,11 +9,9 @@ import pytest
 from torch import nn
 
 import hf_distca
+from hf_distca.checks.setting_names import CHECKPOINTING, EARLIER, LATER
 from hf_distca.models import checkpointing
 from hf_distca.models.checkpointing import (
-    CHECKPOINTING,
-    EARLIER,
-    LATER,
     checkpointing_options,
     disable_checkpointing,
     enable_checkpointing,

@@ -30,6 +30,7 @@ from transformers import (
 from transformers.utils.logging import info_once
 
 from hf_distca import DistCAConfig, pack_padded
+from hf_distca.checks.refusal import RefusedError
 from hf_distca.dispatch import padded
 from hf_distca.dispatch.padded import (
     PackedBatch,
@@ -42,7 +43,6 @@ from hf_distca.patches.padded import plan_ahead
 from hf_distca.planner import prefixes
 from hf_distca.planner.padding import PlannedPadding, plan_padded
 from hf_distca.planner.settings import PlanSettings
-from hf_distca.refusal import RefusedError
 from tests.models_and_batches import SMALL, SMALL_HYBRID, SMALL_KIND, SMALL_LLAMA4, with_lora
 from tests.models_and_batches import small_model as small_model_of
 from tests.patches.test_rotary import LONGROPE
@@ -416,7 +416,7 @@ def message_of(change: Callable[[dict[str, Tensor]], dict[str, Any]]) -> str:
         (with_label, "sequence 1 of a padded batch has the token id -100, but token ids begin at"),
         (
             with_unknown_token,
-            "sequence 1 of a padded batch has the token 64, but the model's embedding has",
+            "sequence 1 of a padded batch has the token id 64, but the model's embedding has",
         ),
         (
             with_long_sequence,

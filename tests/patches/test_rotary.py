@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from transformers import AutoConfig
 
 from hf_distca import Dispatcher, DistCAConfig, describe_run, make_dispatcher
+from hf_distca.checks.model_rules import Models
 from hf_distca.memory.counter import MemoryCounter
 from hf_distca.memory.micro_batch import count_peaks
 from hf_distca.models.checkpointing import enable_checkpointing
 from hf_distca.models.fake import model_after, model_of_config
-from hf_distca.models.refusals import Models
 from hf_distca.models.rotary import config_depends_on_length
 from hf_distca.patches.prepare import prepare_model
 from hf_distca.patches.rotary import plan_rotary
@@ -247,11 +247,11 @@ def test_unknown_embeddings_are_refused():
         model = model_of(kind)
         model.model.rotary_emb = OwnRotary()
         vars(model.model.rotary_emb).update(change)
-        with refused(Models.LONGEST_POSITION, module="OwnRotary", model="LlamaForCausalLM"):
+        with refused(Models.LONGEST_POSITION, unknown_rotary="OwnRotary", model="LlamaForCausalLM"):
             settings_of(model)
     model = model_of("longrope")
     model.model.rotary_emb = nn.Identity()
-    with refused(Models.LONGEST_POSITION, module="LlamaForCausalLM"):
+    with refused(Models.LONGEST_POSITION, unknown_rotary="LlamaForCausalLM"):
         settings_of(model)
 
 

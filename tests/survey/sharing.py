@@ -8,11 +8,11 @@ import torch
 import torch.distributed as dist
 
 from hf_distca import DistCAConfig, pack_padded
+from hf_distca.checks.refusal import RefusedError
 from hf_distca.models.decoder import backbone
 from hf_distca.models.sharing import why_documents_stay_alone
 from hf_distca.patches.targets import repeat_target_rows
 from hf_distca.plan import PLAN_KEY
-from hf_distca.refusal import RefusedError
 from hf_distca.trainer.assembly import make_dispatcher
 from tests.models_and_batches import Step, exchanging, gradients_of
 from tests.patches.test_padded import batch_with_prefixes

@@ -8,7 +8,7 @@ import torch
 import transformers
 
 from hf_distca import DistCAConfig, describe_run
-from hf_distca.refusal import RefusedError
+from hf_distca.checks.refusal import RefusedError
 from tests.ranks import RankPool
 from tests.survey.tiny import MULTIMODAL, OF_TEXT, tiny_model
 from tests.trainer.comparison import Run, assert_equal, train_alone, train_planned

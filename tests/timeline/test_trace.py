@@ -11,9 +11,9 @@ from xml.etree import ElementTree
 
 import pytest
 
+from hf_distca.checks.setting_names import CHECKPOINTING
 from hf_distca.cli.main import main
 from hf_distca.dispatch.recorder import ALWAYS, Rows, Span, Work
-from hf_distca.models.checkpointing import CHECKPOINTING
 from hf_distca.sim.drawing import LETTER
 from hf_distca.timeline.events import rank_trace
 from hf_distca.timeline.steps import RankStep, read_traces, runs, steps_of, svg_of

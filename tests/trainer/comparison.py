@@ -35,7 +35,7 @@ from transformers.distributed import DistributedConfig
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 import hf_distca
-from hf_distca.models.checkpointing import CHECKPOINTING
+from hf_distca.checks.setting_names import CHECKPOINTING
 from tests.models_and_batches import SMALL_HYBRID, exchanging, random_documents, small_model
 from tests.whole_logits import WholeLogits
 

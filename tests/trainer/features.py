@@ -5,7 +5,7 @@ trained at once.
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
-from types import MethodType, ModuleType
+from types import MethodType, ModuleType, SimpleNamespace
 from typing import Any
 
 import peft
@@ -23,7 +23,7 @@ from transformers import (
 from transformers.integrations import liger
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
-from hf_distca.trainer.refusals import Run as Refused
+from hf_distca.checks.run_rules import Run as Refused
 from tests.models_and_batches import SMALL, small_model
 from tests.trainer.chats import chats, prompts, tokenizer
 from tests.trainer.comparison import (
@@ -400,7 +400,9 @@ TRAININGS: dict[str, Run] = {
     "saved": Run(after=save),
     "trained twice": Run(
         calls=("train", "train", "evaluate"),
-        refused={"zero3": str(Refused.SECOND_TRAINING.error(trainer="DistCATrainer"))},
+        refused={
+            "zero3": str(Refused.SECOND_TRAINING.error(SimpleNamespace(trainer="DistCATrainer")))
+        },
     ),
     "trained anew": Run(calls=("train", "new trainer", "train", "evaluate")),
     "the best of several evaluations": Run(

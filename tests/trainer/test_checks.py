@@ -9,9 +9,9 @@ import pytest
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM, TrainerCallback
 
-from hf_distca.batches.refusals import Batch
-from hf_distca.collator.refusals import Data
-from hf_distca.trainer.refusals import Run
+from hf_distca.checks.batch_rules import Batch
+from hf_distca.checks.data_rules import Data
+from hf_distca.checks.run_rules import Run
 from tests.models_and_batches import small_model
 from tests.refused import refused
 from tests.survey.tiny import tiny_config
@@ -52,7 +52,7 @@ FAULTS = [
     (Data.LONG, LONG, {"longest": 4, "length": 161}),
     (Data.LABELS, {"input_ids": [3, 4], "labels": [3]}, {"labels": 1}),
     (Data.EMPTY_DOCUMENT, {"input_ids": [], "labels": []}, {}),
-    (Batch.TOKEN_ID, TOKEN, {"token": 64, "at": 1, "last": 63}),
+    (Batch.TOKEN_ID, TOKEN, {"token": 64, "at": " at position 1", "last": 63}),
     (Batch.TARGET_ID, {"input_ids": [3, 4], "labels": [3, 64]}, {"label": 64}),
 ]
 

@@ -19,9 +19,9 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 from transformers import TrainerCallback
 
+from hf_distca.checks.run_rules import Resume
 from hf_distca.dispatch import waits
 from hf_distca.dispatch.waits import Waits
-from hf_distca.trainer.refusals import Resume
 from hf_distca.trainer.resuming import FullDiskError, full_disk_named
 from tests.ranks import own_processes
 from tests.refused import refused

@@ -21,13 +21,9 @@ from transformers import (
 )
 
 from hf_distca import DistCAArguments, DistCAMixin, DistCATrainingArguments
-from hf_distca.collator.refusals import Data
-from hf_distca.trainer.refusals import (
-    LOADED_ALREADY,
-    NO_SETTINGS,
-    PACKED_ARGUMENTS,
-    arguments_by_name,
-)
+from hf_distca.checks.argument_rules import GIVEN, PACKED_ARGUMENTS, WITHOUT_SETTINGS
+from hf_distca.checks.data_rules import Data
+from hf_distca.trainer.accepted import arguments_by_name
 from tests.models_and_batches import small_model
 from tests.refused import refused
 from tests.trainer.chats import tokenizer
@@ -116,7 +112,7 @@ def test_a_model_is_loaded_by_its_name_and_as_is_asked_for(tmp_path):
     )
     asked = {"model_init_kwargs": args.model_init_kwargs}
     assert make(tmp_path, of_texts(), name, **asked).model.dtype == torch.bfloat16
-    with refused(LOADED_ALREADY):
+    with refused(GIVEN[-1]):
         make(tmp_path, of_texts(), **asked)
 
 
@@ -173,7 +169,7 @@ def test_arguments_are_of_both_trainers(tmp_path):
     PlannedChatTrainer(
         small_model(), arguments(per_device_train_batch_size=4), data, DataCollatorWithFlattening()
     )
-    with refused(NO_SETTINGS):
+    with refused(WITHOUT_SETTINGS[0]):
         PlannedChatTrainer(
             small_model(), ChatArguments(output_dir=str(tmp_path), use_cpu=True), data
         )

@@ -20,8 +20,8 @@ from transformers import TrainerCallback
 
 from hf_distca.batches.limits import NO_LIMITS
 from hf_distca.batches.packed import batch_document_lengths
+from hf_distca.checks.data_rules import Data
 from hf_distca.collator.padding_free import CollatorWithLengths
-from hf_distca.collator.refusals import Data
 from hf_distca.dispatch import dispatcher
 from hf_distca.plan import PLAN_KEY
 from hf_distca.planner import sequences

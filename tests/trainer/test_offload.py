@@ -8,17 +8,14 @@ import pytest
 import torch
 
 from hf_distca import DistCAConfig
-from hf_distca.models.checkpointing import (
-    CHECKPOINTING,
-    enable_checkpointing,
-    layers_with_checkpoints,
-)
-from hf_distca.refusal import RefusedError
+from hf_distca.checks.refusal import RefusedError
+from hf_distca.checks.run_rules import Run
+from hf_distca.checks.setting_names import CHECKPOINTING
+from hf_distca.models.checkpointing import enable_checkpointing, layers_with_checkpoints
 from hf_distca.trainer import fitting, offload
 from hf_distca.trainer.assembly import make_dispatcher
 from hf_distca.trainer.memory import CountedMemory
 from hf_distca.trainer.offload import RankNeeds, available_host_memory, chosen_layers
-from hf_distca.trainer.refusals import Run
 from tests.logged import Messages
 from tests.models_and_batches import small_model
 from tests.refused import refused

@@ -13,7 +13,8 @@ from accelerate.utils import DummyOptim
 from torch import nn
 from transformers.optimization import Adafactor
 
-from hf_distca.trainer.refusals import Run, check_optimizer
+from hf_distca.checks.run_rules import Run
+from hf_distca.trainer.launch_facts import check_optimizer
 from tests.refused import refused
 
 
@@ -78,7 +79,7 @@ def test_optimizers(kind, refused_under, strategy):
 
 
 def test_a_model_that_transformers_has_divided(monkeypatch):
-    monkeypatch.setattr("hf_distca.trainer.refusals.is_divided_at_load", lambda model: True)
+    monkeypatch.setattr("hf_distca.trainer.launch_facts.is_divided_at_load", lambda model: True)
     with refused(Run.NEEDS_WHOLE_WEIGHTS):
         check_optimizer(trainer_of("MULTI_GPU", Adafactor([nn.Parameter(torch.ones(4, 6))])))
 

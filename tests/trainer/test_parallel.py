@@ -23,12 +23,15 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 from hf_distca import DistCAConfig, DistCATrainingArguments
+from hf_distca.checks.launch_rules import NOT_CONNECTED, PROCESSES, TRAINER
+from hf_distca.checks.run_rules import Run
+from hf_distca.checks.setting_names import CHECKPOINTING
 from hf_distca.memory.counter import MemoryCounter, RankMemory
 from hf_distca.memory.model_state import ModelState
-from hf_distca.models.checkpointing import CHECKPOINTING, is_checkpointing
-from hf_distca.refusal import check
+from hf_distca.models.checkpointing import is_checkpointing
 from hf_distca.trainer import assembly
 from hf_distca.trainer.assembly import make_dispatcher, smallest_memory
+from hf_distca.trainer.launch_facts import refused_arguments
 from hf_distca.trainer.memory import checkpointing_of, log_memory, sharing_of, warn_of_memory
 from hf_distca.trainer.parallel import (
     LAUNCHED,
@@ -42,7 +45,6 @@ from hf_distca.trainer.parallel import (
     share_on_cpu,
     trained_towers,
 )
-from hf_distca.trainer.refusals import LOSES_DEEPSPEED, NO_BACKEND, NOT_CONNECTED, TRAINER, Run
 from tests.models_and_batches import small_model
 from tests.ranks import RankPool
 from tests.refused import refused
@@ -104,7 +106,7 @@ def test_the_time_out_of_collectives_counts_on_cpus(rank_pools, tmp_path):
 
 def test_compiling_by_the_launch(tmp_path, monkeypatch):
     monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "inductor")
-    with refused(TRAINER[0]):
+    with refused(TRAINER[4]):
         make_trainer(str(tmp_path))
 
 
@@ -218,7 +220,7 @@ def launched(monkeypatch):
         for name in ("DEEPSPEED", "FSDP"):
             monkeypatch.setenv(f"ACCELERATE_USE_{name}", str(name == strategy).lower())
         monkeypatch.setattr(torch.accelerator, "is_available", lambda: gpu)
-        unset = {"ddp_backend": None, "deepspeed": None, "fsdp": None}
+        unset = {"ddp_backend": None, "deepspeed": None, "fsdp": None, "attention_servers": 0}
         return SimpleNamespace(
             **{"use_cpu": False, "dataloader_pin_memory": True, **unset, **given}
         )
@@ -266,17 +268,17 @@ def test_deepspeed_in_the_arguments_needs_gpus(launched, monkeypatch, tmp_path):
     given = {"deepspeed": {"zero_optimization": {"stage": 2}}}
     for strategy in ("", "DEEPSPEED"):
         launched(strategy=strategy)
-        with refused(NO_BACKEND):
+        with refused(PROCESSES[2]):
             DistCATrainingArguments(output_dir=str(tmp_path), use_cpu=True, **given)
-    check((NO_BACKEND,), launched(gpu=True, **given))
-    check((NO_BACKEND,), launched(processes=1, **given))
-    check((NO_BACKEND,), launched(strategy="DEEPSPEED"))
+    assert not refused_arguments(launched(gpu=True, **given), ())
+    assert not refused_arguments(launched(processes=1, **given), ())
+    assert not refused_arguments(launched(strategy="DEEPSPEED"), ())
 
 
 def test_launches_that_would_train_alone_or_without_deepspeed(launched, monkeypatch, tmp_path):
     args = launched(strategy="DEEPSPEED", use_cpu=True)
-    with refused(LOSES_DEEPSPEED):
-        check((LOSES_DEEPSPEED,), args)
+    (error,) = refused_arguments(args, ())
+    assert str(error) == str(PROCESSES[1].error())
     with refused(NOT_CONNECTED):  # in a custom loop
         make_dispatcher(small_model(), DistCAConfig(), torch.device("cpu"))
     launched()
@@ -284,7 +286,7 @@ def test_launches_that_would_train_alone_or_without_deepspeed(launched, monkeypa
     monkeypatch.setattr("hf_distca.trainer.arguments.join_on_cpu", lambda _: None)  # as with GPUs
     with refused(NOT_CONNECTED):
         DistCATrainingArguments(output_dir=str(tmp_path))
-    check((LOSES_DEEPSPEED,), launched(strategy="DEEPSPEED", use_cpu=True, processes=1))
+    assert not refused_arguments(launched(strategy="DEEPSPEED", use_cpu=True, processes=1), ())
 
 
 @pytest.mark.parametrize(

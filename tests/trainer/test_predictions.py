@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from transformers import EvalPrediction, Trainer, TrainingArguments
 
+from hf_distca.checks.run_rules import Run
 from hf_distca.trainer.predictions import TokenFigures, entropies
-from hf_distca.trainer.refusals import Run
 from tests.models_and_batches import random_documents, small_model
 from tests.refused import refused
 from tests.trainer.comparison import IGNORED, pad

@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from transformers import DataCollatorForSeq2Seq, EvalPrediction, Trainer, TrainingArguments
 
 import hf_distca
+from hf_distca.checks.argument_rules import ARGUMENTS
 from hf_distca.dispatch import padded
 from hf_distca.dispatch.groups import Groups
 from hf_distca.patches.padded import PackedBackbone
 from hf_distca.trainer import preference
-from hf_distca.trainer.refusals import ARGUMENTS
 from tests.models_and_batches import exchanging, small_model
 from tests.ranks import RankPool
 from tests.refused import refused

@@ -13,9 +13,9 @@ import pytest
 import torch.distributed as dist
 from torch.utils.data import get_worker_info
 
+from hf_distca.checks.launch_rules import PROCESSES
 from hf_distca.interpreter import fork_can_hang
 from hf_distca.trainer import loaders
-from hf_distca.trainer.refusals import IMPORTED_AGAIN
 from tests.ranks import own_processes
 from tests.refused import refused
 from tests.trainer.small_trainers import make_trainer
@@ -140,5 +140,5 @@ def test_evaluation_loaders_are_made_once(tmp_path, source):
 
 def test_arguments_are_refused_while_a_process_imports_the_script_again(tmp_path, monkeypatch):
     monkeypatch.setattr(multiprocessing.current_process(), "_inheriting", True, raising=False)
-    with refused(IMPORTED_AGAIN):
+    with refused(PROCESSES[0]):
         make_trainer(str(tmp_path))

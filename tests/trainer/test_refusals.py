@@ -24,17 +24,13 @@ from transformers import (
 )
 
 import hf_distca
+from hf_distca.checks import argument_rules, launch_rules
+from hf_distca.checks.model_rules import ADAPTERS, Models
+from hf_distca.checks.refusal import RefusedError, check
+from hf_distca.checks.run_rules import Resume, Run
 from hf_distca.models.decoder import decoder_attentions
-from hf_distca.models.refusals import ADAPTERS, ALORA, PROMPT_LEARNING, Models
-from hf_distca.refusal import RefusedError, check
-from hf_distca.trainer import refusals, resuming
-from hf_distca.trainer.refusals import (
-    SUMMED_GRADIENTS,
-    Resume,
-    Run,
-    check_arguments,
-    check_trainer,
-)
+from hf_distca.trainer import resuming
+from hf_distca.trainer.launch_facts import SUMMED_GRADIENTS, check_given, check_trainer
 from tests.models_and_batches import small_model
 from tests.refused import refused
 from tests.survey.tiny import tiny_config
@@ -57,7 +53,8 @@ def settings(kind: Any = hf_distca.DistCASFTConfig, **changes: Any) -> Any:
 
 def give(trainer: type = hf_distca.DistCATrainer, options: Any = None, **named: Any) -> None:
     packs = issubclass(trainer, hf_distca.DistCAMixin)
-    check_arguments(trainer, {"args": settings(**(options or {})), **named}, packs=packs)
+    given = {"model": "a name", "args": settings(**(options or {})), **named}
+    check_given(trainer, given, packs=packs)
 
 
 def launch(
@@ -121,6 +118,16 @@ def adapted_by(*, tied: bool = True, **lora: Any) -> dict[str, Any]:
     return {"model": make, "by": {"is_fsdp2": True}}
 
 
+def with_shared_keys() -> Any:
+    """A model whose second layer reads keys and values of the first."""
+    sharing = {
+        "layer_types": ["full_attention"] * 2,
+        "num_kv_shared_layers": 1,
+        "vocab_size_per_layer_input": 64,
+    }
+    return small_model("gemma4_text", **sharing)
+
+
 REENTRANT = {CHECKPOINTING: True, f"{CHECKPOINTING}_kwargs": {"use_reentrant": True}}
 TOWER = {
     "model": lambda: with_tower("distca"),
@@ -134,17 +141,13 @@ OFFLOADED_BY_FSDP = SimpleNamespace(
 LIGER = {"use_liger_kernel": True}
 CHECKS: dict[str, Callable[..., None]] = {
     "ARGUMENTS": lambda kind=hf_distca.DistCASFTConfig, **changes: check(
-        refusals.ARGUMENTS, settings(kind, **changes)
+        argument_rules.ARGUMENTS, settings(kind, **changes)
     ),
     "GIVEN": give,
-    "PACKED_ARGUMENTS": lambda **changes: check(refusals.PACKED_ARGUMENTS, settings(**changes)),
-    "PACKED_GIVEN": give,
-    "PACKED_TRAINER": launch,
-    "PADDED_TRAINER": lambda **changes: launch(packs=False, **changes),
-    "ROWS_ARE_PLACED": lambda **sizes: launch(by={"parallelism_config": SimpleNamespace(**sizes)}),
-    "SFT_TRAINER": lambda tensor=1, images=False: check(
-        refusals.SFT_TRAINER, SimpleNamespace(get_tp_size=lambda: tensor, _is_vision_dataset=images)
+    "PACKED_ARGUMENTS": lambda **changes: check(
+        argument_rules.PACKED_ARGUMENTS, settings(**changes)
     ),
+    "PACKED_GIVEN": give,
     "TRAINER": launch,
 }
 HIDING = DataCollatorForLanguageModeling(chat_tokenizer(), mlm=False)
@@ -158,7 +161,12 @@ CASES: dict[str, list[dict[str, Any]]] = {
         {f"{CHECKPOINTING}_kwargs": {"offload": True}},
         {**LIGER, "liger_kernel_config": {"geglu": False}, "mlp_chunk_rows": 16},
     ],
-    "GIVEN": [{"model_init": print}, {"options": {"_n_gpu": 2}}],
+    "GIVEN": [
+        {"processing_class": "gpt2"},
+        {"model_init": print},
+        {"options": {"_n_gpu": 2}},
+        {"model": small_model(), "options": {"model_init_kwargs": {"dtype": "bfloat16"}}},
+    ],
     "PACKED_ARGUMENTS": [
         *(
             {"label_smoothing_factor": 0.1},
@@ -173,13 +181,11 @@ CASES: dict[str, list[dict[str, Any]]] = {
         *({**METRICS, "options": {"include_for_metrics": ["loss"]}}, {"compute_loss_func": print}),
         {"data_collator": HIDING},
     ],
-    "PACKED_TRAINER": [
-        {"model": lambda: tiny("gpt2", AutoModel)},
-    ],
-    "PADDED_TRAINER": [{"tensor": 2, "model": divided()}],
-    "ROWS_ARE_PLACED": [{"cp_size": 2}, {"cp_size": 1, "sp_size": 2}],
-    "SFT_TRAINER": [{"tensor": 2}, {"images": True}],
     "TRAINER": [
+        {"by": {"parallelism_config": SimpleNamespace(cp_size=2)}},
+        {"by": {"parallelism_config": SimpleNamespace(cp_size=1, sp_size=2)}},
+        {"trainer": {"_is_vision_dataset": True}},
+        {"tensor": 2, "model": divided(), "packs": False},
         {"by": {"state": COMPILED}},
         {"by": {"state": OFFLOADED_BY_FSDP}},
         {"tensor": 2},
@@ -193,6 +199,7 @@ CASES: dict[str, list[dict[str, Any]]] = {
         {**adapted_by(target_modules=["embed_tokens"], ensure_weight_tying=True), "by": {}},
         {"trainer": {"optimizer": 1, "is_deepspeed_enabled": True}},
         {**TOWER, **REENTRANT},
+        {"model": with_shared_keys, **REENTRANT},
         {**TOWER, "ddp_find_unused_parameters": False},
     ],
 }
@@ -224,19 +231,20 @@ NOT_REFUSED: list[tuple[str, dict[str, Any]]] = [
     ("TRAINER", adapted_by(target_modules=["embed_tokens"])),
     ("TRAINER", adapted_by(modules_to_save=["embed_tokens"], tied=False)),
     ("TRAINER", adapted_by(trainable_token_indices=[3], tied=False)),
-    (
-        "PACKED_TRAINER",
-        {"model": lambda: tiny("gpt2", AutoModel), "trainer": {"compute_loss": lambda: None}},
-    ),
+    ("TRAINER", {"tensor": 2, "model": divided()}),
+    ("TRAINER", {"model": lambda: with_shared_keys()}),
     ("TRAINER", {"model": TOWER["model"], **REENTRANT}),
     ("TRAINER", {**TOWER, "ddp_find_unused_parameters": True}),
 ]
 
 
+TABLES = {**vars(argument_rules), "TRAINER": launch_rules.TRAINER}
+
+
 @pytest.mark.parametrize("table", CASES)
 def test_each_rule_refuses_its_case(table):
     messages = []
-    for rule, case in zip(getattr(refusals, table), CASES[table], strict=True):
+    for rule, case in zip(TABLES[table], CASES[table], strict=True):
         with refused(rule) as error:
             CHECKS[table](**case)
         messages.append(str(error.value))
@@ -247,9 +255,20 @@ def test_each_rule_refuses_its_case(table):
 
 def test_all_that_is_refused_is_listed_at_once(tmp_path):
     with pytest.raises(RefusedError) as error:
-        make_trainer(str(tmp_path), label_smoothing_factor=0.1, auto_find_batch_size=True)
+        make_trainer(
+            str(tmp_path),
+            label_smoothing_factor=0.1,
+            auto_find_batch_size=True,
+            tokens_per_rank="many",
+            ranks_per_node="0",
+            exchange_timeout=-1,
+        )
     assert str(error.value).splitlines() == [
-        "2 settings cannot be used:",
+        "5 settings cannot be used:",
+        "- tokens_per_rank must be a number of tokens, such as 32768 or '32k', got 'many'",
+        "- ranks_per_node must be one number of ranks, a number for each node such as '8,8,4', or "
+        "'auto', got '0'",
+        "- exchange_timeout must be positive, got -1",
         "- auto_find_batch_size=True is set, but memory is set by tokens_per_rank; set False",
         "- label_smoothing_factor=0.1 is set, but targets of packed documents are already shifted, "
         "and it shifts again; set 0.0",
@@ -258,20 +277,23 @@ def test_all_that_is_refused_is_listed_at_once(tmp_path):
 
 def test_the_tables_are_checked(tmp_path):
     for rule, options in (
-        (refusals.ARGUMENTS[0], {"auto_find_batch_size": True}),
-        (refusals.PACKED_ARGUMENTS[0], {"label_smoothing_factor": 0.1}),
+        (argument_rules.ARGUMENTS[0], {"auto_find_batch_size": True}),
+        (argument_rules.PACKED_ARGUMENTS[0], {"label_smoothing_factor": 0.1}),
     ):
         with refused(rule):
             make_trainer(str(tmp_path), **options)
-    with refused(refusals.ROWS_ARE_PLACED[0]):
-        give(options={"parallelism_config": SimpleNamespace(cp_size=2)})
-    sharing = {
-        "layer_types": ["full_attention"] * 2,
-        "num_kv_shared_layers": 1,
-        "vocab_size_per_layer_input": 64,
-    }
-    with refused(Models.REENTRANT, module="layers.1.self_attn"):
-        launch(model=lambda: small_model("gemma4_text", **sharing), **REENTRANT)
+
+
+def test_all_that_a_trainer_is_given_is_listed_at_once():
+    with pytest.raises(RefusedError) as error:
+        give(model=torch.nn.Linear(1, 1), train_dataset=5, eval_dataset={"a": 6}, model_init=print)
+    assert [line.split(", but ")[0] for line in str(error.value).splitlines()] == [
+        "4 settings cannot be used:",
+        "- model_init is given",
+        "- model is of the type Linear",
+        "- train_dataset is 5",
+        "- eval_dataset['a'] is 6",
+    ]
 
 
 # Models
@@ -318,16 +340,11 @@ class WithoutKeywords(LlamaForCausalLM):
 Q = {"r": 4, "target_modules": ["q_proj"]}
 BERT = {"attention_probs_dropout_prob": 0.0, "is_decoder": True}
 WRONG: list[tuple[Any, dict[str, Any], Callable[[], Any]]] = [
-    (PROMPT_LEARNING, {}, lambda: adapted("PromptTuningConfig", num_virtual_tokens=4)),
-    (ALORA, {}, lambda: adapted("LoraConfig", **Q, alora_invocation_tokens=[5])),
-    (
-        ADAPTERS["ADALORA"],
-        {},
-        lambda: adapted("AdaLoraConfig", total_step=10, target_modules=["q_proj"]),
-    ),
-    (ADAPTERS["POLY"], {}, lambda: adapted("PolyConfig", **Q)),
-    (ADAPTERS["LILY"], {}, lambda: adapted("LilyConfig", **Q)),
-    (ADAPTERS["SHADOW"], {}, lambda: adapted("ShadowConfig", shadow_num_hidden_layers=1)),
+    (ADAPTERS[0], {}, lambda: adapted("PromptTuningConfig", num_virtual_tokens=4)),
+    (ADAPTERS[1], {}, lambda: adapted("LoraConfig", **Q, alora_invocation_tokens=[5])),
+    (ADAPTERS[2], {}, lambda: adapted("AdaLoraConfig", total_step=10, target_modules=["q_proj"])),
+    (ADAPTERS[3], {}, lambda: adapted("ShadowConfig", shadow_num_hidden_layers=1)),
+    (ADAPTERS[4], {}, lambda: adapted("LilyConfig", **Q)),
     (
         Models.DROPOUT_IN_CONFIG,
         {"name": "attention_dropout"},
@@ -340,11 +357,15 @@ WRONG: list[tuple[Any, dict[str, Any], Callable[[], Any]]] = [
         lambda: with_dropout("dropout", torch.nn.Dropout(0.2), "bert", **BERT),
     ),
     (Models.OWN_MASK, {"model": "DogeForCausalLM"}, lambda: small_model("doge")),
-    (Models.OTHER_ATTENTION, {"name": "sdpa"}, lambda: small_model(implementation="sdpa")),
-    (Models.DROPS_KEYWORDS, {"module": "StableLmDecoderLayer"}, lambda: tiny("stablelm")),
+    (
+        Models.OTHER_ATTENTION,
+        {"implementation": "sdpa"},
+        lambda: small_model(implementation="sdpa"),
+    ),
+    (Models.DROPS_KEYWORDS, {"drops_keywords": "StableLmDecoderLayer"}, lambda: tiny("stablelm")),
     (
         Models.DROPS_KEYWORDS,
-        {"module": "WithoutKeywords"},
+        {"drops_keywords": "WithoutKeywords"},
         lambda: WithoutKeywords(small_model().config),
     ),
     (Models.NO_INTERFACE, {"stock": "'eager'"}, lambda: tiny("bloom")),
@@ -357,7 +378,7 @@ WRONG: list[tuple[Any, dict[str, Any], Callable[[], Any]]] = [
     (Models.NOT_CAUSAL, {"model": "BltForCausalLM"}, lambda: tiny("blt")),
     (Models.NOT_CAUSAL, {"model": "WhisperForCausalLM"}, lambda: tiny("whisper")),
     (Models.NOT_CAUSAL, {}, lambda: tiny("paligemma", AutoModelForImageTextToText)),
-    (Models.NOT_CAUSAL, {"module": "layers.0.self_attn"}, lambda: small_model(is_causal=False)),
+    (Models.NOT_CAUSAL, {"not_causal": "layers.0.self_attn"}, lambda: small_model(is_causal=False)),
     (Models.OWN_LOSS, {}, lambda: tiny("gpt2", AutoModelForTokenClassification)),
     (Models.MEAN_OF_ROWS, {"value": 1e-4}, lambda: tiny("bamba", z_loss_coefficient=1e-4)),
 ]
@@ -367,6 +388,30 @@ WRONG: list[tuple[Any, dict[str, Any], Callable[[], Any]]] = [
 def test_models_that_planned_steps_would_get_wrong(entry, values, make):
     with refused(entry, **values):
         plan(make())
+
+
+def test_all_settings_of_a_model_are_listed_at_once_and_one_reason_is_enough():
+    with pytest.raises(RefusedError) as error:
+        plan(small_model("gpt2", "sdpa"))  # its config has dropout
+    assert [line.split(", but ")[0] for line in str(error.value).splitlines()[:3]] == [
+        "3 settings cannot be used:",
+        "- GPT2LMHeadModel runs attn_implementation='sdpa'",
+        "- attn_pdrop is 0.1",
+    ]
+    with refused(Models.NOT_DECODER) as alone:
+        plan(tiny("bert", is_decoder=False, attention_probs_dropout_prob=0.1))
+    assert "settings cannot be used" not in str(alone.value)
+
+
+def test_options_of_arguments_are_json_on_a_command_line():
+    name = f"{CHECKPOINTING}_kwargs"
+    with refused(argument_rules.ARGUMENTS[5]):
+        hf_distca.DistCATrainingArguments(
+            "unused", use_cpu=True, report_to=[], **{name: '{"offload": true}'}
+        )
+    hf_distca.DistCATrainingArguments(
+        "unused", use_cpu=True, report_to=[], **{name: '{"use_reentrant": false}'}
+    )
 
 
 def test_models_that_are_not_refused():
@@ -388,7 +433,7 @@ def test_layers_of_an_unknown_type_or_that_do_not_take_the_plan(monkeypatch):
     monkeypatch.setattr(
         layer, "forward", lambda self, hidden_states, position_embeddings=None: hidden_states
     )
-    with refused(Models.MIXING_WITHOUT_KEYWORDS, module=layer.__name__):
+    with refused(Models.MIXING_WITHOUT_KEYWORDS, unplanned_mixing=layer.__name__):
         plan(model)
 
 

@@ -19,7 +19,7 @@ from torch.nn.modules.module import _IncompatibleKeys
 from transformers import TrainerCallback
 from transformers.trainer_jit_checkpoint import JITCheckpointCallback
 
-from hf_distca.trainer.refusals import Resume
+from hf_distca.checks.run_rules import Resume
 from tests.logged import Messages
 from tests.models_and_batches import small_model
 from tests.refused import pattern

@@ -17,11 +17,11 @@ from transformers import LlamaForCausalLM, LlamaModel, TrainerCallback
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 import hf_distca
+from hf_distca.checks.setting_names import CHECKPOINTING
 from hf_distca.collator import collation
 from hf_distca.collator.collation import TARGET_ROWS
 from hf_distca.dispatch import offload
 from hf_distca.dispatch.offload import Copies
-from hf_distca.models.checkpointing import CHECKPOINTING
 from hf_distca.patches import targets
 from hf_distca.trainer import loaders
 from hf_distca.trainer.sharing import why_alone_in

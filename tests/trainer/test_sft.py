@@ -10,8 +10,10 @@ import trl
 from transformers import ProcessorMixin
 
 import hf_distca
-from hf_distca.collator.refusals import Data
-from hf_distca.trainer.refusals import NO_SFT_SETTINGS, SFT_TRAINER, Run
+from hf_distca.checks.argument_rules import WITHOUT_SETTINGS
+from hf_distca.checks.data_rules import Data
+from hf_distca.checks.launch_rules import TRAINER
+from hf_distca.checks.run_rules import Run
 from tests.models_and_batches import exchanging, small_model
 from tests.refused import refused
 from tests.trainer.chats import chats, prompts, tokenizer
@@ -47,10 +49,10 @@ def test_models_arguments_and_data(tmp_path):
         trl.SFTConfig(str(tmp_path), **options),
         hf_distca.DistCATrainingArguments(str(tmp_path)),
     ):
-        with refused(NO_SFT_SETTINGS):
+        with refused(WITHOUT_SETTINGS[1]):
             make(small_model(), args, chats(2), tokenizer())
     images = chats(2).add_column("images", [[], []])
-    with refused(SFT_TRAINER[1]):
+    with refused(TRAINER[2]):
         make(
             small_model(),
             hf_distca.DistCASFTConfig(str(tmp_path), **options),

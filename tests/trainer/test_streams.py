@@ -12,7 +12,7 @@ import torch.distributed as dist
 from datasets.distributed import split_dataset_by_node
 from torch.utils.data import IterableDataset, get_worker_info
 
-from hf_distca.collator.refusals import Data
+from hf_distca.checks.data_rules import Data
 from hf_distca.collator.streams import NOTHING_READ
 from hf_distca.trainer.loaders import check_beginnings
 from tests.models_and_batches import small_model

@@ -8,10 +8,10 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers.integrations.integration_utils import rewrite_logs
 
-from hf_distca.collator.refusals import Data
+from hf_distca.checks.data_rules import Data
+from hf_distca.checks.run_rules import Run
 from hf_distca.trainer import assembly
 from hf_distca.trainer.metrics import NO_TARGETS, PREFIX
-from hf_distca.trainer.refusals import Run
 from tests.models_and_batches import random_documents, reference_step, small_model
 from tests.patches.test_rotary import DYNAMIC, LONGROPE, WIDE
 from tests.refused import refused

@@ -1,11 +1,10 @@
 """Table of data sets that cannot be trained on exactly: their columns, documents and streams.
 
-`batches/refusals.py` has the table of tokens and batches.
+`batch_rules.py` has the table of tokens and batches.
 """
 
-from hf_distca.batches.refusals import CUT
-from hf_distca.collator.formats import WILDCARDS
-from hf_distca.refusal import Refusal
+from hf_distca.checks.batch_rules import CUT
+from hf_distca.checks.refusal import Refusal
 
 REMOVE_EMPTY = "remove empty documents: dataset.filter(lambda e: e['input_ids'])"
 
@@ -341,7 +340,7 @@ class Source:
         "name another folder",
     )
     WILDCARDS = Refusal(
-        f"the path of the folder {{path!r}} has one of the characters {' '.join(WILDCARDS)}",
+        "the path of the folder {path!r} has one of the characters * ? [",
         "`datasets` takes it for a pattern, and might read another folder",
         "rename the folder, or name its files",
         condition="a folder with tables whose path has a character of patterns",

@@ -1,9 +1,9 @@
 """Table of tokens and batches that cannot be trained on exactly.
 
-`collator/refusals.py` has the table of data sets, documents and streams.
+`data_rules.py` has the table of data sets, documents and streams.
 """
 
-from hf_distca.refusal import Refusal
+from hf_distca.checks.refusal import Refusal
 
 CUT = "'truncate' keeps the first tokens of a long document, 'split' cuts it into excerpts"
 FLATTEN = "use a padding-free collator such as transformers' DataCollatorWithFlattening"
@@ -16,7 +16,7 @@ class Batch:
 
     # Tokens of documents and of batches
     TOKEN_ID = Refusal(
-        "{name} has the token id {token} at position {at}",
+        "{name} has the token id {token}{at}",
         "the model's embedding has the ids 0 to {last}",
         "use the model's own tokenizer, or enlarge the embedding: "
         "model.resize_token_embeddings(len(tokenizer))",
@@ -109,13 +109,6 @@ class Batch:
         "it cannot be put back into a padded batch",
         f"ask the model for hidden states only, {UNPACKED}",
         condition="outputs of a backbone that do not have a row for each token",
-    )
-    PADDED_TOKEN_ID = Refusal(
-        "sequence {sequence} of a padded batch has the token {token}",
-        "the model's embedding has the tokens 0 to {last}",
-        "use the tokenizer of this model, or resize the embedding: "
-        "model.resize_token_embeddings(len(tokenizer))",
-        condition="a padded batch with a token id beyond the embedding",
     )
     LONG_SEQUENCE = Refusal(
         "a sequence of a padded batch has {length} tokens",

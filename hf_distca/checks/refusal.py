@@ -1,8 +1,7 @@
-"""Errors whose message is a whole sentence; tables of what hf_distca refuses, and their one form.
+"""Errors whose message is a whole sentence, and the form of what hf_distca refuses.
 
-Each stage has one table: arguments, launch and resuming in `trainer/refusals.py`, models in
-`models/refusals.py`, data sets in `collator/refusals.py`, and batches in `batches/refusals.py`. The
-reference page "What is refused" is written from the same tables.
+The tables are beside this file, one for each subject; the reference page "What is refused" is
+written from them.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -58,12 +57,28 @@ class Refusal:
 class Rule(Refusal):
     """A refusal with its test `when`; `{0}` in its texts is the subject."""
 
-    when: Callable[[Any], bool]
+    when: Callable[[Any], object]
 
 
 def errors_of(rules: Iterable[Rule], subject: Any) -> list[RefusedError]:
     """Return the errors of all rules that refuse a subject."""
     return [rule.error(subject) for rule in rules if rule.when(subject)]
+
+
+def check_first(rules: Iterable[Rule], subject: Any) -> None:
+    """Raise the error of the first rule that refuses a subject; later rules may rest on it."""
+    for rule in rules:
+        if rule.when(subject):
+            raise rule.error(subject)
+
+
+def raised_by(function: Callable[..., object], *args: Any) -> list[RefusedError]:
+    """Return the error that a function raises, if it refuses its arguments."""
+    try:
+        function(*args)
+    except RefusedError as error:
+        return [error]
+    return []
 
 
 def raise_all(errors: Sequence[RefusedError]) -> None:

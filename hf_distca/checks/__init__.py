@@ -1,0 +1,1 @@
+"""All that is refused: what was found, why it cannot work, and what to set."""

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from hf_distca.models.settings import describe_run as describe_run
     from hf_distca.patches.layers import plan_layers as plan_layers
     from hf_distca.planner.settings import PlanSettings as PlanSettings
+    from hf_distca.run import RunSpec as RunSpec
     from hf_distca.script import record as record
     from hf_distca.trainer.arguments import DistCAArguments as DistCAArguments
     from hf_distca.trainer.arguments import DistCAPaddedArguments as DistCAPaddedArguments
@@ -64,11 +65,12 @@ _MODULES = {
     "DistCATrainingArguments": "trainer.arguments",
     "GlobalBatchSampler": "collator.sampler",
     "PlanSettings": "planner.settings",
+    "RunSpec": "run",
+    "describe_run": "models.settings",
     "load_documents": "collator.sources",
     "make_dispatcher": "trainer.assembly",
     "pack_padded": "trainer.assembly",
     "plan_layers": "patches.layers",
-    "describe_run": "models.settings",
     "record": "script",
 }
 __all__ = list(_MODULES)

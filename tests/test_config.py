@@ -137,19 +137,17 @@ def test_ranks_need_the_settings_of_servers_alike_but_for_what_rank_0_alone_uses
 
 
 def test_what_the_planner_chooses():
-    default = DistCAConfig()
-    set_all = DistCAConfig(ping_pong=True, balance_tolerance=0.01, document_layout="fixed")
-    assert (default.ping_pong, default.balance_tolerance, default.document_layout) == ("auto",) * 3
-    assert default.chooses is True
-    assert DistCAConfig(ping_pong=False).chooses is True
-    assert set_all.chooses is False
-    assert default.planning(8)["ping_pong"]
-    assert not DistCAConfig(ping_pong=False).planning(8)["ping_pong"]
-    assert default.planning(8).get("balance_tolerance") is None
-    assert set_all.planning(8)["balance_tolerance"] == 0.01
+    names = ("ping_pong", "balance_tolerance", "document_layout")
+    as_set = (True, 0.01, "fixed")
+    for settings, expected in (
+        ({}, ("auto",) * 3),
+        (dict(zip(names, as_set, strict=True)), as_set),
+    ):
+        planning = DistCAConfig(**settings).planning(8)
+        assert tuple(planning[name] for name in names) == expected
 
 
-@pytest.mark.parametrize(("servers", "expected"), [(0, False), (1, True), ("external", True)])
+@pytest.mark.parametrize(("servers", "expected"), [(0, False), (1, "auto"), ("external", "auto")])
 def test_one_rank_exchanges_with_servers_alone(servers, expected):
     # One rank alone has nobody to exchange with; with attention servers it has.
-    assert DistCAConfig(attention_servers=servers).planning(1)["ping_pong"] is expected
+    assert DistCAConfig(attention_servers=servers).planning(1)["ping_pong"] == expected

@@ -124,7 +124,8 @@ def test_words_of_choices(caplog):
     assert (
         logged(PlanChoice(2, 1, 0.01, 0.25, (), packed_seconds=0.3))
         == "the planner chose for the first micro-batch: documents each on a group of at most 2 of "
-        "the 8 ranks, core attention balanced within 1%, nano-batches: 1. It is the fastest of the plans "
+        "the 8 ranks, core attention balanced within 1%, nano-batches: 1. It is the fastest of "
+        "the plans "
         "that were compared, by the costs in out/device_profile.json: 250.0 ms for forward "
         f"and backward, and 300.0 ms if documents were packed in order; {outcome}. Other "
         "micro-batches may get other choices"

@@ -11,12 +11,12 @@ from transformers import TrainingArguments
 
 from hf_distca.checks.argument_rules import ARGUMENTS, PACKED_ARGUMENTS
 from hf_distca.checks.launch_rules import NOT_CONNECTED
-from hf_distca.checks.refusal import RefusedError, Rule, check
+from hf_distca.checks.refusal import RefusedError, Rule, check, errors_of
 from hf_distca.checks.setting_names import CHECKPOINTING
 from hf_distca.config import DistCAConfig
 from hf_distca.models.checkpointing import move_default
 from hf_distca.pool.launch import Launch, on_cpu, serve_if_server, split_launch
-from hf_distca.trainer.launch_facts import refused_arguments
+from hf_distca.trainer.launch_facts import refused_processes
 from hf_distca.trainer.parallel import ProcessCounts, join_on_cpu, share_on_cpu
 from hf_distca.units import setting
 
@@ -60,10 +60,16 @@ class DistCAPaddedArguments(DistCAConfig, _Arguments):
         move_default(self)
         parent: Any = super(DistCAConfig, self)
         parent.__post_init__()
+        check(self._rules, self)
 
     def _refused(self) -> list[RefusedError]:
-        """Return the errors of all settings and arguments."""
-        return [*DistCAConfig._refused(self), *refused_arguments(self, self._rules)]
+        """Return the errors of all settings and of the process, with those of arguments if any.
+
+        Without any, arguments are checked once transformers and TRL have read them: both give some
+        of them other names or values.
+        """
+        errors = [*DistCAConfig._refused(self), *refused_processes(self)]
+        return [*errors, *errors_of(self._rules, self)] if errors else []
 
     def _accept_done_anyway(self) -> None:
         """Turn off arguments of TRL that ask for what hf_distca does by itself."""

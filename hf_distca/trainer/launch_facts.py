@@ -18,7 +18,7 @@ from torch import nn
 from hf_distca.checks.argument_rules import GIVEN, PACKED_GIVEN, WITHOUT_SETTINGS
 from hf_distca.checks.launch_rules import PROCESSES, TRAINER
 from hf_distca.checks.model_rules import Models
-from hf_distca.checks.refusal import RefusedError, Rule, check, errors_of, raise_all, raised_by
+from hf_distca.checks.refusal import RefusedError, check, errors_of, raise_all, raised_by
 from hf_distca.checks.run_rules import TRAINING, Run
 from hf_distca.collator.documents import check_dataset
 from hf_distca.models.checkpointing import checkpointing_options
@@ -34,8 +34,8 @@ K."""
 # Arguments when they are made
 
 
-def refused_arguments(args: Any, rules: tuple[Rule, ...]) -> list[RefusedError]:
-    """Return the errors of a trainer's arguments, and of the process that makes them."""
+def refused_processes(args: Any) -> list[RefusedError]:
+    """Return the errors of the process that makes a trainer's arguments, and of its launch."""
     processes = SimpleNamespace(
         # multiprocessing sets this while a process that it spawned imports the script, for a check
         # of its own.
@@ -46,7 +46,7 @@ def refused_arguments(args: Any, rules: tuple[Rule, ...]) -> list[RefusedError]:
         use_cpu=args.use_cpu,
         has_gpu=torch.accelerator.is_available(),
     )
-    return [*errors_of(PROCESSES, processes), *errors_of(rules, args)]
+    return errors_of(PROCESSES, processes)
 
 
 # What a trainer is given

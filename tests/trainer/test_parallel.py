@@ -31,7 +31,7 @@ from hf_distca.memory.model_state import ModelState
 from hf_distca.models.checkpointing import is_checkpointing
 from hf_distca.trainer import assembly
 from hf_distca.trainer.assembly import make_dispatcher, smallest_memory
-from hf_distca.trainer.launch_facts import refused_arguments
+from hf_distca.trainer.launch_facts import refused_processes
 from hf_distca.trainer.memory import checkpointing_of, log_memory, sharing_of, warn_of_memory
 from hf_distca.trainer.parallel import (
     LAUNCHED,
@@ -270,14 +270,14 @@ def test_deepspeed_in_the_arguments_needs_gpus(launched, monkeypatch, tmp_path):
         launched(strategy=strategy)
         with refused(PROCESSES[2]):
             DistCATrainingArguments(output_dir=str(tmp_path), use_cpu=True, **given)
-    assert not refused_arguments(launched(gpu=True, **given), ())
-    assert not refused_arguments(launched(processes=1, **given), ())
-    assert not refused_arguments(launched(strategy="DEEPSPEED"), ())
+    assert not refused_processes(launched(gpu=True, **given))
+    assert not refused_processes(launched(processes=1, **given))
+    assert not refused_processes(launched(strategy="DEEPSPEED"))
 
 
 def test_launches_that_would_train_alone_or_without_deepspeed(launched, monkeypatch, tmp_path):
     args = launched(strategy="DEEPSPEED", use_cpu=True)
-    (error,) = refused_arguments(args, ())
+    (error,) = refused_processes(args)
     assert str(error) == str(PROCESSES[1].error())
     with refused(NOT_CONNECTED):  # in a custom loop
         make_dispatcher(small_model(), DistCAConfig(), torch.device("cpu"))
@@ -286,7 +286,7 @@ def test_launches_that_would_train_alone_or_without_deepspeed(launched, monkeypa
     monkeypatch.setattr("hf_distca.trainer.arguments.join_on_cpu", lambda _: None)  # as with GPUs
     with refused(NOT_CONNECTED):
         DistCATrainingArguments(output_dir=str(tmp_path))
-    assert not refused_arguments(launched(strategy="DEEPSPEED", use_cpu=True, processes=1), ())
+    assert not refused_processes(launched(strategy="DEEPSPEED", use_cpu=True, processes=1))
 
 
 @pytest.mark.parametrize(

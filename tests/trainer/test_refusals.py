@@ -28,6 +28,7 @@ from hf_distca.checks import argument_rules, launch_rules
 from hf_distca.checks.model_rules import ADAPTERS, Models
 from hf_distca.checks.refusal import RefusedError, check
 from hf_distca.checks.run_rules import Resume, Run
+from hf_distca.checks.setting_names import EARLIER
 from hf_distca.models.decoder import decoder_attentions
 from hf_distca.trainer import resuming
 from hf_distca.trainer.launch_facts import SUMMED_GRADIENTS, check_given, check_trainer
@@ -403,15 +404,25 @@ def test_all_settings_of_a_model_are_listed_at_once_and_one_reason_is_enough():
     assert "settings cannot be used" not in str(alone.value)
 
 
-def test_options_of_arguments_are_json_on_a_command_line():
-    name = f"{CHECKPOINTING}_kwargs"
-    with refused(argument_rules.ARGUMENTS[5]):
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_arguments_are_refused_under_other_names_and_as_json():
+    """Names of earlier versions, and texts of a command line, are read by others."""
+    continuous, offloads = argument_rules.ARGUMENTS[4:6]
+    options: dict[str, Any] = {"use_cpu": True, "report_to": []}
+    for name in (EARLIER, CHECKPOINTING):
+        for given in ({"offload": True}, '{"offload": true}'):
+            with refused(offloads):
+                hf_distca.DistCATrainingArguments("unused", **options, **{f"{name}_kwargs": given})
+        stock = {f"{name}_kwargs": '{"use_reentrant": false}'}
+        hf_distca.DistCATrainingArguments("unused", **options, **stock)
+    with refused(continuous):
+        hf_distca.DistCAGRPOConfig("unused", **options, bf16=False, use_transformers_paged=True)
+    # Also where others have not read them, because settings are refused.
+    with refused(offloads) as error:
         hf_distca.DistCATrainingArguments(
-            "unused", use_cpu=True, report_to=[], **{name: '{"offload": true}'}
+            "unused", tokens_per_rank=0, **options, **{f"{CHECKPOINTING}_kwargs": given}
         )
-    hf_distca.DistCATrainingArguments(
-        "unused", use_cpu=True, report_to=[], **{name: '{"use_reentrant": false}'}
-    )
+    assert "2 settings cannot be used" in str(error.value)
 
 
 def test_models_that_are_not_refused():

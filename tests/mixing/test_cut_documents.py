@@ -67,7 +67,7 @@ JOINED = {
     for ranks, nanos in PLANS.items()
 }
 """The same segments in one nano-batch."""
-CUT = {"document_layout": "auto"}
+CUT = {"document_layout": "fixed"}
 CPU = torch.device("cpu")
 
 

@@ -112,7 +112,7 @@ def _step(model_type: str, cut: bool, *names: str) -> tuple[Step, list[tuple[str
                 file, name, use_kernel_func_from_hub_with_fallback(kernel, __name__)(stock)
             )
         if cut:
-            return step(model_type, LENGTHS, PLANS[2], document_layout="auto"), CALLS
+            return step(model_type, LENGTHS, PLANS[2], document_layout="fixed"), CALLS
         return step(model_type, SHORT, ping_pong=False), CALLS
 
 

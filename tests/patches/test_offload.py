@@ -115,7 +115,7 @@ def step(case: Case, *, moves: bool) -> tuple[Step, dict[str, int], int, int]:
     model: Any = small_model(case.model, num_hidden_layers=LAYERS, **case.config).train()
     if case.lora:
         model = with_lora(model)
-    settings = {"balance_tolerance": 0.01, "document_layout": "auto", "balance_block_size": 8}
+    settings = {"balance_tolerance": 0.01, "document_layout": "fixed", "balance_block_size": 8}
     config = DistCAConfig(
         tokens_per_rank=256,
         loss_chunk_bytes=CHUNK_BYTES,

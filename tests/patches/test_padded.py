@@ -147,7 +147,7 @@ def compare_with_stock(
         dispatcher.close()
 
 
-CUT = {"document_layout": "auto", "balance_tolerance": 0.01}
+CUT = {"document_layout": "fixed", "balance_tolerance": 0.01}
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])

@@ -96,7 +96,7 @@ def _rows_of_rank(
     """
     model = model_of(kind)
     config = DistCAConfig(
-        tokens_per_rank=256, balance_block_size=8, document_layout="auto", balance_tolerance=0.01
+        tokens_per_rank=256, balance_block_size=8, document_layout="fixed", balance_tolerance=0.01
     )
     dispatcher = make_dispatcher(model, config, torch.device("cpu"))
     rotary = model.model.rotary_emb
@@ -147,7 +147,7 @@ def _step(kind: str, ping_pong: bool, checkpointing: bool | None, dtype: torch.d
         tokens_per_rank=300,
         balance_block_size=8,
         balance_tolerance=0.01,
-        document_layout="auto",
+        document_layout="fixed",
         ping_pong=ping_pong,
     )
     dispatcher = make_dispatcher(model, config, torch.device("cpu"))

@@ -100,11 +100,11 @@ def make_dispatcher(
         check((NOT_CONNECTED,), parallel.ProcessCounts.of_this_process())
     _check_same_settings(config)
     launched = ranks_per_node(mesh, config.exchange_timeout)
-    if checkpointed is None:
-        checkpointed = layers_with_checkpoints(model)
     with raised_together(config.exchange_timeout):
         check_is_model(model)
         plan_attention(base_model(model))
+        if checkpointed is None:
+            checkpointed = layers_with_checkpoints(model)
         run = describe_run(
             model,
             config,
@@ -132,7 +132,7 @@ def make_dispatcher(
     with raised_together(config.exchange_timeout):
         prepare_model(model, run)
     if config.offload_activations is True:
-        offload_activations(model, config, dispatcher, checkpointed=checkpointed)
+        offload_activations(model, config, dispatcher, checkpointed=checkpointed or 0)
     return dispatcher
 
 

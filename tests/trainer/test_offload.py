@@ -10,7 +10,6 @@ import torch
 from hf_distca import DistCAConfig
 from hf_distca.checks.refusal import RefusedError
 from hf_distca.checks.run_rules import Run
-from hf_distca.checks.setting_names import CHECKPOINTING
 from hf_distca.models.checkpointing import enable_checkpointing, layers_with_checkpoints
 from hf_distca.trainer import fitting, offload
 from hf_distca.trainer.assembly import make_dispatcher
@@ -102,7 +101,7 @@ class Fitted(NamedTuple):
 
     layers: int  # whose checkpoints go to the host
     chunked: list[str]  # modules of a layer
-    chunk_rows: int | str  # the setting afterwards
+    chunk_rows: int  # of the run
     warnings: list[str]
 
 
@@ -128,27 +127,24 @@ def fitted(
             each.mlp = torch.nn.Identity()
     config: Any = DistCAConfig(**{"tokens_per_rank": 256, **settings})
     config.use_liger_kernel, config.liger_kernel_config = liger, None
-    setattr(config, CHECKPOINTING, True)
-    setattr(config, f"{CHECKPOINTING}_kwargs", {"every_n_layers": every})
-    dispatcher = make_dispatcher(model, config, CPU)
+    dispatcher = make_dispatcher(model, config, CPU, checkpointing={"every_n_layers": every})
 
     def count(*_: Any) -> CountedMemory:
         missing = still if "chunk_rows" in vars(layer.mlp) else excess
         return CountedMemory(256, 95 * 10**7 + missing, 10**9, "weights 1.0")
 
-    accelerator: Any = SimpleNamespace(parallelism_config=None, distributed_type="NO")
     messages = Messages("hf_distca.trainer")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(fitting, "CHUNK_ROWS", CHUNK_ROWS)
         patch.setattr(fitting, "log_memory", count)
         memory = SimpleNamespace(total_memory=0)
         patch.setattr(torch.cuda, "get_device_properties", lambda _: memory)
-        fitting.fit_into_memory(model, config, dispatcher, accelerator)
+        fitting.fit_into_memory(model, config, dispatcher, may_chunk=True)
     messages.end()
     return Fitted(
         dispatcher.offload.layers if dispatcher.offload else 0,
         [name for name, module in layer.named_children() if "chunk_rows" in vars(module)],
-        config.mlp_chunk_rows,
+        dispatcher.run.mlp_chunk_rows,
         [line for line in messages.lines if line.startswith("WARNING")],
     )
 
@@ -223,7 +219,7 @@ def test_a_model_that_does_not_fit_in_chunks_either():
 def test_mlps_compute_all_rows_at_once(excess, changes):
     found = fitted(excess, **changes)
     assert found.chunked == []
-    assert found.chunk_rows == changes.get("mlp_chunk_rows", "auto")
+    assert found.chunk_rows == 0
 
 
 def test_ranks_choose_chunks_together(rank_pools):

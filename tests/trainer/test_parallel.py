@@ -29,10 +29,17 @@ from hf_distca.checks.setting_names import CHECKPOINTING
 from hf_distca.memory.counter import MemoryCounter, RankMemory
 from hf_distca.memory.model_state import ModelState
 from hf_distca.models.checkpointing import is_checkpointing
+from hf_distca.server_settings import AttentionServers
 from hf_distca.trainer import assembly
 from hf_distca.trainer.assembly import make_dispatcher, smallest_memory
 from hf_distca.trainer.launch_facts import refused_processes
-from hf_distca.trainer.memory import checkpointing_of, log_memory, sharing_of, warn_of_memory
+from hf_distca.trainer.memory import (
+    checkpointing_of,
+    facts_of_launch,
+    log_memory,
+    sharing_of,
+    warn_of_memory,
+)
 from hf_distca.trainer.parallel import (
     LAUNCHED,
     ProcessCounts,
@@ -220,7 +227,8 @@ def launched(monkeypatch):
         for name in ("DEEPSPEED", "FSDP"):
             monkeypatch.setenv(f"ACCELERATE_USE_{name}", str(name == strategy).lower())
         monkeypatch.setattr(torch.accelerator, "is_available", lambda: gpu)
-        unset = {"ddp_backend": None, "deepspeed": None, "fsdp": None, "attention_servers": 0}
+        unset = {"ddp_backend": None, "deepspeed": None, "fsdp": None}
+        unset["attention_servers"] = AttentionServers()
         return SimpleNamespace(
             **{"use_cpu": False, "dataloader_pin_memory": True, **unset, **given}
         )
@@ -438,59 +446,28 @@ def test_memory_is_logged_with_a_warning_if_it_does_not_fit(tmp_path, caplog, mo
     model = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["q_proj", "up_proj"]))
     arguments = {"tokens_per_rank": 8192, "activation_checkpointing": True, "bf16": True}
     trainer = make_trainer(str(tmp_path), model=model, max_steps=1, save_strategy="no", **arguments)
-    of_trainer = (trainer.model, trainer.dispatcher, trainer.args, trainer.accelerator)
+    run = trainer.dispatcher.run
     caplog.clear()
     with caplog.at_level("INFO", "hf_distca.trainer.memory"):
         for memory in (10**10, 10**8):
-            memory_of_rank = log_memory(*of_trainer, memory)
-            warn_of_memory(memory_of_rank, offloaded=0)
+            warn_of_memory(log_memory(trainer.model, run, memory), offloaded=0)
     messages = [f"{record.levelname} {record.message}" for record in caplog.records]
     assert re.match(r"INFO memory with 8192 tokens on each rank: .* of 10\.0 GB \(", messages[0])
     assert messages[2].startswith("WARNING tokens_per_rank=8192 will not fit: ")
-    # Transformers gives the model Liger's kernels later, when training starts.
-    seen = []
-    count = MemoryCounter.count
-    changed = {
-        "use_liger_kernel": True,
-        "liger_kernel_config": {"rope": False},
-        "gradient_accumulation_steps": 2,
-    }
-    with monkeypatch.context() as patch:
-        patch.setattr(
-            MemoryCounter,
-            "count",
-            lambda *args, **named: seen.append(args[2]) or count(*args, **named),
-        )
-        log_memory(*of_trainer, 10**10)
-        for name, value in changed.items():
-            patch.setattr(trainer.args, name, value)
-        log_memory(*of_trainer, 10**10)
-    assert [(training.liger, training.accumulates) for training in seen] == [
-        (None, False),
-        ({"rope": False}, True),
-    ]
-    # Counted is the last of all ranks, and a little of the memory stays free. Whoever asks for it,
-    # autocast counts.
-    settings = trainer.dispatcher.settings
+    # Counted is the last of all ranks, and a little of the memory stays free.
     counted = []
     with monkeypatch.context() as patch:
-        patch.setattr(trainer.args, "bf16", False)
         memory_of_rank = RankMemory(ModelState(96, 0, 0), {})
         patch.setattr(
-            MemoryCounter,
-            "count",
-            lambda *args, rank: counted.append((rank, args[2].mixed)) or memory_of_rank,
+            MemoryCounter, "count", lambda *_, rank: counted.append(rank) or memory_of_rank
         )
         caplog.clear()
-        for memory, bytes_per_value in ((102, 4), (100, 2)):  # 96 is more than 0.95 of 100
-            of_three: Any = SimpleNamespace(
-                settings=replace(settings, bytes_per_value=bytes_per_value),
-                groups=SimpleNamespace(ranks=3),
-            )
-            counted_memory = log_memory(trainer.model, of_three, *of_trainer[2:], memory)
+        of_three = replace(run, plans=replace(run.plans, ranks=3))
+        for memory in (102, 100):  # 96 is more than 0.95 of 100
+            counted_memory = log_memory(trainer.model, of_three, memory)
             for offloaded in (0, 1):  # a byte on the host is enough
                 warn_of_memory(counted_memory, offloaded)
-    assert counted == [(2, False), (2, True)]
+    assert counted == [2, 2]
     assert [record.levelname for record in caplog.records if "will not fit" in record.message] == [
         "WARNING"
     ]
@@ -499,7 +476,7 @@ def test_memory_is_logged_with_a_warning_if_it_does_not_fit(tmp_path, caplog, mo
     assert next(model.parameters()).grad is None
     trainer.train()
     # A model that cannot be counted trains nevertheless.
-    assert log_memory(torch.nn.Linear(1, 1), *of_trainer[1:], 10**10) is None
+    assert log_memory(torch.nn.Linear(1, 1), run, 10**10) is None
     message = caplog.records[-1].message
     assert message.startswith("cannot estimate the memory for training Linear: ")
     assert message.endswith(" (in enable_checkpointing of hf_distca/models/checkpointing.py)")
@@ -511,18 +488,42 @@ OF_TWO = SimpleNamespace(dp_shard_enabled=True, dp_shard_size=2)
 @pytest.mark.parametrize(
     ("kind", "stage", "config", "expected"),
     [
-        ("MULTI_GPU", None, None, ("ddp", 4)),
-        ("FSDP", None, None, ("fsdp2", 4)),
+        ("MULTI_GPU", None, None, ("ddp", None)),
+        ("FSDP", None, None, ("fsdp2", None)),
         ("FSDP", None, OF_TWO, ("fsdp2", 2)),
-        ("DEEPSPEED", 2, None, ("zero2", 4)),
-        ("DEEPSPEED", 0, None, ("ddp", 4)),
+        ("DEEPSPEED", 2, None, ("zero2", None)),
+        ("DEEPSPEED", 0, None, ("ddp", None)),
     ],
     ids=["DDP", "FSDP", "shards of two ranks", "ZeRO-2", "ZeRO-0"],
 )
 def test_how_ranks_share_a_model(kind, stage, config, expected):
     plugin = SimpleNamespace(zero_stage=stage)
     accelerator = accelerator_of(kind, config, deepspeed_plugin=plugin)
-    assert sharing_of(accelerator, nn.Module(), 4) == expected
+    assert sharing_of(accelerator, nn.Module()) == expected
+
+
+@pytest.mark.parametrize(
+    ("given", "dtype", "expected"),
+    [
+        ({}, torch.float32, {"mixed": False, "accumulates": False, "liger": None}),
+        ({"bf16": True, "gradient_accumulation_steps": 2}, torch.float32, {"mixed": True}),
+        ({"gradient_accumulation_steps": 2}, torch.float32, {"accumulates": True}),
+        ({}, torch.bfloat16, {"mixed": True}),  # whoever asks for it
+        ({"use_liger_kernel": True}, torch.float32, {"liger": {}}),
+        (
+            {"use_liger_kernel": True, "liger_kernel_config": {"rope": False}},
+            torch.float32,
+            {"liger": {"rope": False}},
+        ),
+    ],
+    ids=["defaults", "bf16", "accumulated", "autocast", "Liger", "some of Liger"],
+)
+def test_what_a_trainer_knows_of_its_launch(given, dtype, expected):
+    default = {"bf16": False, "fp16": False, "gradient_accumulation_steps": 1}
+    default |= {"use_liger_kernel": False, "liger_kernel_config": None, CHECKPOINTING: False}
+    args: Any = SimpleNamespace(**{**default, **given})
+    facts = facts_of_launch(small_model(), args, accelerator_of("NO"), dtype)
+    assert {name: facts[name] for name in expected} == expected
 
 
 EVERY_SECOND = {"every_n_layers": 2}

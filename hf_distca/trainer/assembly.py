@@ -45,6 +45,7 @@ from hf_distca.trainer.launch_facts import check_trainer
 from hf_distca.trainer.memory import facts_of_launch, layers_to_checkpoint
 from hf_distca.trainer.offload import offload_activations
 from hf_distca.trainer.resuming import check_agreement
+from hf_distca.units import AUTO
 
 logger = logging.getLogger(__name__)
 
@@ -253,7 +254,7 @@ def prepare_trainer(trainer: Trainer, *, packs: bool) -> Dispatcher:
         mesh=parallel.data_parallel_mesh(accelerator),
         checkpointed=layers_to_checkpoint(model, args, accelerator),
         folder=Path(str(args.output_dir)),
-        planning={"ping_pong": False} if layers_run_once else None,
+        planning={"ping_pong": False} if layers_run_once and args.ping_pong == AUTO else None,
         **facts_of_launch(model, args, accelerator, dtype),
     )
     if args.device.type == "cuda":  # the memory of other devices is unknown

@@ -294,7 +294,7 @@ def _refusals_and_memory(folder: str) -> None:
         )
 
     cases: dict[str, dict[str, Any]] = {
-        r"layers\.0\.self_attn has 1 key/value heads, which tensor parallelism cannot divide": {
+        r"layers\.0\.self_attn has 1 key/value heads, but tensor parallelism cannot divide": {
             "config": {"num_key_value_heads": 1}
         },
         r"\(pp_size=4\) gives ranks different layers": {"sizes": {"pp_size": 4}},

@@ -314,7 +314,7 @@ def _refusals_and_memory(folder: str) -> None:
         trainer = made("memory")
         messages = Messages("hf_distca.trainer.memory")
         if rank == 0:  # alone, as in a training
-            log_memory(trainer.model, trainer.dispatcher, trainer.args, trainer.accelerator, 10**10)
+            log_memory(trainer.model, trainer.dispatcher.run, 10**10)
             assert messages.lines[0].startswith("INFO memory with ")
         messages.end()
         base = base_model(trainer.model)
@@ -326,9 +326,7 @@ def _refusals_and_memory(folder: str) -> None:
         whole = sum(parameter.numel() for parameter in plain("sdpa").parameters())
         norms = 5 * 32
         assert parameter_bytes(base, 1) == (whole - norms) // 2 + norms
-        assert (
-            sharing_of(trainer.accelerator, trainer.model, trainer.dispatcher.groups.ranks)[1] == 2
-        )
+        assert sharing_of(trainer.accelerator, trainer.model)[1] == 2
 
 
 def test_refusals_and_memory_of_a_divided_model(run, rank_pools, tmp_path):

@@ -119,33 +119,33 @@ def counted_step(model: PreTrainedModel, bound: BoundPlan, checkpoint: str = "no
 # each. Local tasks of five stages have six parts, each a kernel call and three sums of gradients.
 BOUNDS = """
 model       layer   layout halves checkpoint    stages launches copies views kernels exchange     KB
-llama       full    auto   1      none          one          29     23    40       7        7  67800
+llama       full    auto   1      none          one          17     11    42       5        7  44565
 llama       full    fixed  1      none          one          22     16    45       5        7  39030
-llama       full    auto   2      none          one          45     34    73       8       10  40110
-llama+lora  full    auto   2      none          one          45     34    73       8       10  40110
+llama       full    auto   2      none          one          52     40    62       8       14  91308
+llama+lora  full    auto   2      none          one          52     40    62       8       14  91308
 llama       full    fixed  2      none          one          60     48    68      10       14  91011
-llama       full    auto   1      reentrant     one          29     23    48       7        7  67800
-llama       full    auto   2      non-reentrant one          45     34   105       8       10  40110
-llama       full    auto   2      reentrant     one          46     35    94       8       10  40241
-qwen2       full    auto   2      none          one          45     34    73       8       10  10888
-gpt_oss     full    auto   1      none          one          52     35    41       7        7 152974
-gpt_oss     sliding auto   1      none          one          49     33    73       5        7 134931
-gpt_oss     full    auto   2      none          one          69     38    59       8       10 126976
-gpt_oss     sliding auto   2      none          one          87     57   146      10       14 129809
+llama       full    auto   1      reentrant     one          17     11    50       5        7  44565
+llama       full    auto   2      non-reentrant one          52     40    94       8       14  91308
+llama       full    auto   2      reentrant     one          53     41    83       8       14  91439
+qwen2       full    auto   2      none          one          52     40    62       8       14  19926
+gpt_oss     full    auto   1      none          one          41     24    43       5        7 140596
+gpt_oss     sliding auto   1      none          one          54     38    92       5        7 138325
+gpt_oss     full    auto   2      none          one          93     58    64       8       14 173837
+gpt_oss     sliding auto   2      none          one         105     72   169       8       14 152384
 gpt_oss     full    fixed  2      none          one          96     61    81      10       14 175501
 gpt_oss     sliding fixed  2      none          one          88     55   176       8       14 133870
-gpt_oss     full    auto   2      non-reentrant one          69     38    95       8       10 126976
-gpt_oss     sliding auto   2      non-reentrant one          87     57   182      10       14 129809
+gpt_oss     full    auto   2      non-reentrant one          93     58   100       8       14 173837
+gpt_oss     sliding auto   2      non-reentrant one         105     72   205       8       14 152384
 gemma3_text full    fixed  2      none          one          60     48    68      10       14  21575
 gemma3_text sliding fixed  2      none          one          43     33   174       8       14  11016
-gemma3_text full    auto   2      reentrant     one          46     35    94       8       10  10352
-gemma3_text sliding auto   2      reentrant     one          50     43   165      10       14  11053
+gemma3_text full    auto   2      reentrant     one          53     41    83       8       14  23177
+gemma3_text sliding auto   2      reentrant     one          65     55   188       8       14  20410
 llama       full    auto   1      none          five        126     54   173      34       19 204782
-llama       full    auto   2      none          five        108     62   133      18       22 149354
+llama       full    auto   2      none          five        155    104   100      18       29 251910
 gpt_oss     full    auto   1      none          five        191    106   193      36       19 297251
-gpt_oss     sliding auto   1      none          five         93     56   168       9       19 184310
+gpt_oss     sliding auto   1      none          five        124     78   227      13       19 188071
 llama       full    auto   1      none          hops        156     74   203      34       34 204595
-llama       full    auto   2      none          hops        132     78   161      18       40 156671
+llama       full    auto   2      none          hops        164    111   119      16       44 255884
 """
 ROWS = [line.split() for line in BOUNDS.strip().splitlines()[1:]]
 CASES = list(dict.fromkeys((row[0], *row[2:6]) for row in ROWS))

@@ -70,7 +70,6 @@ WRONG = [
     *(f"profile --output costs.json --attention-kernel {kernel}" for kernel in MISSING_KERNELS),
     *(f"{SERVE} --attention-kernel {kernel}" for kernel in MISSING_KERNELS),
     *([] if is_installed() else [f"{SERVE} --transport nixl"]),
-    f"plan --lengths prolong {STEP} --model llama-8b --window 8",
     f"plan --lengths prolong {STEP} --device-memory 80",
     f"simulate --lengths prolong {STEP} --profile nowhere.json",
     f"plan --lengths prolong {STEP} --model llama-8b --offload --profile nowhere.json",

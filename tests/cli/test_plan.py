@@ -6,6 +6,7 @@ import datasets
 import numpy as np
 import pytest
 import torch
+from transformers import MistralConfig, PreTrainedConfig
 
 import hf_distca
 from hf_distca.cli.model import CASES, memory_rows, memory_table
@@ -13,6 +14,7 @@ from hf_distca.cli.offload import offload_lines
 from hf_distca.collator import texts
 from hf_distca.memory.counter import MemoryCounter
 from hf_distca.planner.micro_batch import plan_micro_batch
+from tests.models_and_batches import SMALL as SMALL_MODEL
 from tests.models_and_batches import small_model
 from tests.survey.tiny import tiny_config
 from tests.trainer.chats import tokenizer
@@ -65,6 +67,19 @@ def command(tmp_path):
         ]
 
     return command
+
+
+@pytest.fixture
+def planned_model(tmp_path, monkeypatch):
+    """Save a config; returns the options that plan its model, whose memory is not counted."""
+    monkeypatch.setattr("hf_distca.cli.model.memory_of", lambda *_: {})
+    monkeypatch.setattr("hf_distca.cli.model.exchange_buffers_of", lambda _: 0)
+
+    def planned_model(config: PreTrainedConfig) -> list[str]:
+        config.save_pretrained(tmp_path / "model")
+        return ["--model", str(tmp_path / "model")]
+
+    return planned_model
 
 
 @pytest.fixture
@@ -137,8 +152,6 @@ def test_dumps_hold_documents_segments_and_tasks(command, dumped):
         ([[1], [1]], (*FIXED, "--ranks", "3"), "holds 2 rows, but --ranks is 3"),
         ([10**30], (), "must be 64-bit integers"),
         ([2**40], (), "hold more than"),
-        ([1], ("--kv-heads", "5"), "kv_heads must divide q_heads"),
-        ([1], ("--head-dim", "x"), "--head-dim: must be a positive whole number, got 'x'"),
         ([1], ("--ranks", "4097"), "--ranks: must be at most 4096, got 4097"),
         (
             [9],
@@ -168,11 +181,6 @@ def test_dumps_hold_documents_segments_and_tasks(command, dumped):
         ([1], ("--device-memory", "80"), "no model is given; add --model"),
         ([1], ("--offload",), "--offload moves checkpoints of a model, but no model is given"),
         ([1], ("--strategy", "ddp"), "--strategy counts the memory of a model, but no model is"),
-        (
-            [1],
-            ("--model", "/nowhere", "--q-heads", "4"),
-            "--q-heads and --model both describe the model",
-        ),
         ([1], ("--model", "/nowhere", "--dtype", "float16"), "counted in bfloat16 or float32 only"),
     ],
 )
@@ -186,7 +194,7 @@ def test_bad_input_is_one_line_and_status_2(command, run, lengths, options, mess
 
 
 @pytest.mark.parametrize("layout", ["auto", "fixed"])
-def test_the_plan_is_the_trainers(command, dumped, tmp_path, layout):
+def test_the_plan_is_the_trainers(command, dumped, planned_model, tmp_path, layout):
     model = small_model()
     corpus = [9000, 300, 4000, 1200, 70, 2500, 640, 3300, 128, 5000]
     settings = {"tokens_per_rank": 8192, "document_layout": layout}
@@ -201,8 +209,8 @@ def test_the_plan_is_the_trainers(command, dumped, tmp_path, layout):
         hf_distca.describe_run(model, config, ranks=ranks, device=device).plans for ranks in (1, 4)
     )
     assert of_one == trainer.dispatcher.settings
-    sizes = "--q-heads 4 --kv-heads 2 --head-dim 8 --dtype float32 --attention-kernel cpu"
-    shown = dumped(*command(corpus, 4, 8192, "--document-layout", layout, *sizes.split()))
+    options = [*planned_model(model.config), "--dtype", "float32", "--attention-kernel", "cpu"]
+    shown = dumped(*command(corpus, 4, 8192, "--document-layout", layout, *options))
     planned = plan_micro_batch(corpus, of_four).nano_batches
     assert len(shown) == len(planned) == 2
     for printed, nano in zip(shown, planned, strict=True):
@@ -213,32 +221,38 @@ def test_the_plan_is_the_trainers(command, dumped, tmp_path, layout):
         ]
 
 
-def test_bytes_follow_shapes_and_windows(command, figures):
+def test_bytes_follow_shapes_and_windows(command, figures, planned_model):
     fixed = command([[8192], [128] * 64], 2, 8192, *FIXED)
-    options = ((), ("--dtype", "float32"), ("--q-heads", "8", "--kv-heads", "2"), ("--window", "1"))
-    total, *others = (figures(*fixed, *shape)["bytes_total"] for shape in options)
-    assert others == [2 * total, total // 4, 0]
+
+    def bytes_total(*options):
+        return figures(*fixed, *options)["bytes_total"]
+
+    total = bytes_total()  # of 32 query heads and 8 key-value heads of 128 numbers
+    assert bytes_total("--dtype", "float32") == 2 * total
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 128}
+    assert bytes_total(*planned_model(small_model(**heads).config)) == total // 4
+    windows = MistralConfig(**SMALL_MODEL, sliding_window=1)
+    assert bytes_total(*planned_model(windows)) == 0
 
 
 @pytest.mark.parametrize(
-    ("ranks_per_node", "expected_bytes", "link_seconds"),
+    ("ranks_per_node", "expected_rows", "busiest_rows", "bandwidth"),
     [
         # Ranks receive 0, 2, 4 and 6 rows.
-        ("1", [0, 0, 0, 96, 48, 48], 48 / 0.25e9),
-        ("auto", [96, 48, 96, 0, 0, 0], 48e-9),
+        ("1", [0, 0, 0, 12, 6, 6], 6, 0.25e9),
+        ("auto", [12, 6, 12, 0, 0, 0], 6, 1e9),
         # The first 4 rows cross to ranks 2 and 3, two to each, and are forwarded there.
-        ("2", [64, 32, 48, 32, 16, 32], 16 / 0.25e9),
+        ("2", [8, 4, 6, 4, 2, 4], 2, 0.25e9),
         # The first 4 rows cross from the first node to rank 2, and to rank 3 as well, which gets 6.
-        ("2,1,1", [16, 16, 16, 80, 48, 64], 48 / 0.25e9),
+        ("2,1,1", [2, 2, 2, 10, 6, 8], 6, 0.25e9),
     ],
     ids=["nodes of one rank", "one node", "nodes of two ranks", "uneven nodes"],
 )
 def test_bytes_within_and_between_nodes(
-    command, figures, ranks_per_node, expected_bytes, link_seconds
+    command, figures, ranks_per_node, expected_rows, busiest_rows, bandwidth
 ):
     # A document of 8 rows on 4 ranks, each of which reads all rows before its own; a row of K and V
-    # is 8 bytes.
-    shapes = ["--dtype", "float32", "--q-heads", "1", "--kv-heads", "1", "--head-dim", "1"]
+    # is 8 heads of 128 numbers.
     links = [
         "--ranks-per-node",
         ranks_per_node,
@@ -247,15 +261,16 @@ def test_bytes_within_and_between_nodes(
         "--network-bandwidth",
         "0.25",
     ]
-    figures_of_plan = figures(*command([8], 4, 2, *UNBALANCED, *shapes, *links))
-    assert figures_of_plan["bytes_total"] == 96
-    assert figures_of_plan["bytes_bottleneck"] == 48
-    assert [figures_of_plan[key] for key in BYTES] == expected_bytes
-    assert figures_of_plan["link_seconds"] == pytest.approx(link_seconds)
+    figures_of_plan = figures(*command([8], 4, 2, *UNBALANCED, *links))
+    row = 2 * 8 * 128 * 2
+    assert figures_of_plan["bytes_total"] == 12 * row
+    assert figures_of_plan["bytes_bottleneck"] == 6 * row
+    assert [figures_of_plan[key] / row for key in BYTES] == expected_rows
+    assert figures_of_plan["link_seconds"] == pytest.approx(busiest_rows * row / bandwidth)
 
 
 def test_the_table(command, run):
-    # The same of a document of 1024 rows: what was 2 rows of 8 bytes is 256 of 4096.
+    # The same of a document of 1024 rows: what was 2 rows is 256.
     _, output, _ = run(*command([1024], 4, 256, *UNBALANCED, "--ranks-per-node", "2"))
     expected_lines = [
         "documents                      1 of 1,024 tokens, 3 cuts, 1 nano-batch",
@@ -381,13 +396,9 @@ def test_memory_of_hybrids_and_experts_is_counted(command, figures, tmp_path, mo
     assert planned["memory"]
 
 
-def test_mixing_of_a_hybrid_that_is_cut(command, run, figures, tmp_path, monkeypatch):
-    tiny_config("qwen3_next").save_pretrained(tmp_path)
-    cut = command([150, 30], 2, 96, "--model", str(tmp_path))
+def test_mixing_of_a_hybrid_that_is_cut(command, run, figures, planned_model):
+    cut = command([150, 30], 2, 96, *planned_model(tiny_config("qwen3_next")))
     cut += ["--document-layout", "fixed", "--no-ping-pong"]
-    # Memory is counted above.
-    monkeypatch.setattr("hf_distca.cli.model.memory_of", lambda *_: {})
-    monkeypatch.setattr("hf_distca.cli.model.exchange_buffers_of", lambda _: 0)
     mixing = figures(*cut)["mixing"]
     # One layer: 3 rows of 96 channels in bfloat16; A and B of 4 heads, 8 rows and 16 columns in
     # float32.
@@ -411,13 +422,11 @@ def test_a_model_whose_documents_stay_whole(command, run, tmp_path):
 
 
 def test_one_document_travels_in_stages_through_small_buffers(command, figures):
-    shapes = ["--q-heads", "1", "--kv-heads", "1", "--head-dim", "16", "--dtype", "float32"]
-    planned = figures(
-        *command([262144], 4, 65536, *shapes, "--exchange-buffer-bytes", str(1 << 20))
-    )
+    buffer, row = 1 << 25, 2 * 8 * 128 * 2
+    planned = figures(*command([262144], 4, 65536, "--exchange-buffer-bytes", str(buffer)))
     assert planned["stages"] >= 8
     # Six buffers for K and V, there and back; queries stay.
-    assert planned["exchange_buffers"] <= 6 * (1 << 20) + 8 * 4096
+    assert planned["exchange_buffers"] <= 6 * buffer + 256 * row
 
 
 SMALL = ["--ranks", "2", "--tokens-per-rank", "8"]

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from hf_distca.cli import InputError
-from hf_distca.cli.names import MODEL_SOURCES
+from hf_distca.cli.names import MODEL_SOURCES, check_model
 from hf_distca.cli.options import (
     RANKS_PER_NODE,
     READING_MODEL,
@@ -36,6 +36,7 @@ from hf_distca.planner.build import packed_in_order
 from hf_distca.planner.layout import check_capacity
 from hf_distca.planner.micro_batch import plan_micro_batch, plan_placed
 from hf_distca.planner.settings import PlanSettings
+from hf_distca.predict.profile import DeviceProfile
 from hf_distca.predict.shapes import MODELS
 from hf_distca.progress import TORCH_AND_TRANSFORMERS, importing, terminal_status
 from hf_distca.run import STRATEGIES, RunSpec
@@ -222,6 +223,16 @@ def _check_model_options(options: argparse.Namespace) -> None:
                 "--strategy counts the memory of a model, but no model is given; add --model"
             )
         return
+    if options.dtype == "float16":
+        raise InputError(
+            "memory with --model is counted in bfloat16 or float32 only; set --dtype to one of them"
+        )
+    if options.offload:
+        try:
+            DeviceProfile.load(options.profile)
+        except ValueError as error:
+            raise InputError(str(error)) from error
+    check_model(options.model)
 
 
 def _check_fit(lengths: Lengths, config: DistCAConfig, options: argparse.Namespace) -> None:

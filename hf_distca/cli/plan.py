@@ -268,28 +268,31 @@ def _model_and_run(
     config: DistCAConfig, options: argparse.Namespace
 ) -> tuple["PreTrainedModel | None", RunSpec]:
     """Return the named model, None if no model is named, and the run that is planned."""
+    planning: dict[str, Any] = {
+        "kernel": config.attention_kernel,
+        "bytes_per_value": BYTES[options.dtype],
+    }
+    mixed = options.dtype != "float32"
+    model = None
+    if options.model is None:
+        run = run_of(config, MODELS[DEFAULT_MODEL], options.ranks, planning, mixed=mixed)
+    else:
+        with importing(TORCH_AND_TRANSFORMERS):
+            from hf_distca.cli.model import fake_model
+            from hf_distca.models.settings import document_layout
+            from hf_distca.models.shape import model_shape
+
+        with terminal_status(READING_MODEL):
+            model = fake_model(options.model)
+        planning["document_layout"] = document_layout(model, config)
+        run = run_of(config, model_shape(model), options.ranks, planning, mixed=mixed)
+
     with importing("torch"):
         from hf_distca.kernels import KERNELS
 
     kernel = KERNELS[config.attention_kernel]
-    planning = {
-        "kernel": config.attention_kernel,
-        "row_overhead": kernel.row_overhead,
-        "gather_cost": kernel.gather_cost,
-        "bytes_per_value": BYTES[options.dtype],
-    }
-    if options.model is None:
-        return None, run_of(config, MODELS[DEFAULT_MODEL], options.ranks, planning)
-    with importing(TORCH_AND_TRANSFORMERS):
-        from hf_distca.cli.model import fake_model
-        from hf_distca.models.settings import document_layout
-        from hf_distca.models.shape import model_shape
-
-    with terminal_status(READING_MODEL):
-        model = fake_model(options.model)
-    planning["document_layout"] = document_layout(model, config)
-    mixed = options.dtype != "float32"
-    return model, run_of(config, model_shape(model), options.ranks, planning, mixed=mixed)
+    plans = replace(run.plans, row_overhead=kernel.row_overhead, gather_cost=kernel.gather_cost)
+    return model, replace(run, plans=plans)
 
 
 def _plan(lengths: Lengths, settings: PlanSettings) -> MicroBatchPlan:

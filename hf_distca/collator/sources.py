@@ -23,8 +23,10 @@ from hf_distca.collator.formats import (
     is_pattern,
     suffix_of,
 )
-from hf_distca.collator.texts import bytes_around
+from hf_distca.collator.texts import SHOWN_BYTES, bytes_around
 
+HEAD_BYTES = 4096
+"""Bytes at the beginning of a text among which a NUL byte is looked for."""
 SampleBy = Literal["document", "paragraph"]
 """Documents of a text file: the file, or its paragraphs."""
 Format = tuple[str, dict[str, Any]]
@@ -156,6 +158,9 @@ def _loader_of(file: str) -> Format:
 
 def _load_files(paths: Sequence[str], kind: str, options: dict[str, Any]) -> datasets.Dataset:
     """Load files of one format; name the first that cannot be read."""
+    if kind == "text":
+        for path in paths:
+            _check_no_nul(path)
     # `datasets` takes a path for a pattern.
     files = [escape(str(Path(path).absolute())) for path in paths]
     try:
@@ -173,6 +178,17 @@ def _load_files(paths: Sequence[str], kind: str, options: dict[str, Any]) -> dat
             raise _unreadable(paths[0], kind, error) from error
     # A file cannot be read, or files have other columns.
     return _joined([(path, _load_files([path], kind, options)) for path in paths])
+
+
+def _check_no_nul(path: str) -> None:
+    """Raise ValueError if a text has a NUL byte near its beginning, as UTF-16 has.
+
+    NUL is valid UTF-8, so nobody else would say so. Compressed files have NUL bytes themselves.
+    """
+    with Path(path).open("rb") as file:
+        head = file.read(HEAD_BYTES)
+    if b"\0" in head and Path(path).suffix.lower() not in COMPRESSED:
+        raise Source.NOT_UTF8.error(path=path, kind="text", found=head[:SHOWN_BYTES])
 
 
 def _load_whole(name: str, split: str) -> datasets.Dataset:

@@ -294,6 +294,11 @@ UNREADABLE = [
     ),
     ("bad.parquet", "no table", r"bad\.parquet cannot be read as parquet: "),
     ("utf-16.txt", "a".encode("utf-16"), r"utf-16\.txt cannot be read as text: it has the bytes"),
+    (
+        "no-mark.md",
+        "a".encode("utf-16-le"),
+        r"no-mark\.md cannot be read as text: it has the bytes",
+    ),
 ]
 
 

@@ -133,7 +133,7 @@ def _take(case: OneDocument, sampled: Sequence[int] = ()) -> Taken:
         if x_THD is not None
     }
     routes = bound.nano_batches[0].routes.get(case.kind)  # None where nothing moves
-    return Taken(taken, len(routes.stages) if routes else 0, numbers_T[mine], results)
+    return Taken(taken, len(routes.keys) if routes else 0, numbers_T[mine], results)
 
 
 def reference(case: OneDocument, sampled: Sequence[int], chunk: int = 512) -> dict[str, Tensor]:

@@ -169,12 +169,12 @@ def _start(comes: bool) -> str:
     """What rank 0 says whose partner comes as far as to make a group, or not at all."""
     if dist.get_rank() == 0:
         with pytest.raises(RuntimeError) as raised:
-            Groups(CPU, 1.0)
+            Groups(CPU, 3.0)
         return str(raised.value)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(groups_module, "exchange_backend", lambda device: 1 / 0)
         with pytest.raises(ZeroDivisionError):
-            _ = Groups(CPU, 1.0) if comes else 1 / 0
+            _ = Groups(CPU, 3.0) if comes else 1 / 0
     return ""
 
 

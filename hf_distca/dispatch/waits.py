@@ -105,8 +105,7 @@ class Waits:
         self._entered: Counter[str] = Counter()  # contexts of `watched`, by place
         self._error_key = ""  # in the store, of the context of `watched` that this rank is in
         if store is not None and ranks > 1:
-            # A connection of its own: a call to a store waits for all earlier ones.
-            self._watch = _Watch(cast(Any, store).clone(), rank, ranks, limit_s)
+            self._watch = _Watch(store, rank, ranks, limit_s)
             # Called at the latest when the process ends, before Python stops its threads.
             self.close = weakref.finalize(self, self._watch.close)
 
@@ -241,6 +240,7 @@ class _Watch:
         self._answered = True  # whether the store has answered since the last look at it
         self._unanswered = 0  # looks in succession between which it has not
         self._ended = threading.Event()
+        self._is_connected = threading.Event()  # whether the first thread has its connection
         self._signs = threading.Thread(target=self._exchange_signs, name="signs", daemon=True)
         self._signs.start()
         threading.Thread(target=self._watch_waits, name="watch of waits", daemon=True).start()
@@ -248,13 +248,20 @@ class _Watch:
     def close(self) -> None:
         """End the threads; the last sign says that this rank has ended."""
         self._ended.set()
-        if threading.current_thread() is not self._signs:  # Python collects garbage in any thread
+        # Python collects garbage in any thread.
+        if self._is_connected.is_set() and threading.current_thread() is not self._signs:
             self._signs.join(1.0)
 
     # The first thread
 
     def _exchange_signs(self) -> None:
         """Write this rank's sign, and read those of others, until this rank has ended."""
+        # A connection of its own: a call to a store waits for all earlier ones. TCPStore sometimes
+        # takes five seconds to connect, in which nobody else may wait.
+        self.store = cast(Any, self.store).clone()
+        self._is_connected.set()
+        if self._ended.is_set():  # no other rank has seen a sign
+            return
         process = f"process {os.getpid()} on {socket.gethostname()}"
         for number in count():
             has_ended = self._ended.is_set()

@@ -237,8 +237,8 @@ class LearnedCosts(TrainerCallback):
         return np.array(observed_by_rank).transpose(1, 2, 0)
 
     def _correct(self, corrections: Corrections) -> None:
-        """Let plans use corrected costs."""
-        if self._measured is not None:
+        """Let plans use corrected costs, unless a user has turned choosing off."""
+        if self._measured is not None and self._dispatcher.settings.costs is not None:
             self._corrections = corrections
             self._dispatcher.choose_by(corrections.applied(self._measured))
 

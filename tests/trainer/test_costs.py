@@ -63,6 +63,15 @@ def test_what_may_be_chosen_and_by_which_costs():
         planning(**changes).costs
         for changes in (all_set, {"attention_servers": "external"}, {"ranks": 1})
     ] == [None] * 3
+    # A user may turn choosing off, also of a trainer.
+    chosen: list[Any] = []
+    groups = SimpleNamespace(all_gather=lambda value, **_: [value])
+    dispatcher: Any = SimpleNamespace(settings=allowed, groups=groups, choose_by=chosen.append)
+    learned = LearnedCosts(dispatcher)
+    for costs_of_user in (allowed.costs, None):
+        dispatcher.settings = replace(allowed, costs=costs_of_user)
+        learned.resume(None)
+    assert chosen == [allowed.costs]
 
 
 def test_corrections_are_resumed_where_the_same_costs_were_measured(tmp_path):

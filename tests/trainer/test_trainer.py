@@ -34,7 +34,10 @@ def _one_step_of_everything(
         if source == "flattened"
         else {}
     )
-    trainer = make_trainer(folder, source, **{**step, **batches, **arguments})
+    planned = {"document_layout": "auto"} if source == "packed" else {}
+    trainer = make_trainer(folder, source, **{**step, **batches, **planned, **arguments})
+    if planned:  # documents are divided, where by their costs such short ones would stay whole
+        trainer.dispatcher.choose_by(None)
     trainer.train()
     evaluation = trainer.evaluate()
     assert not trainer.meter.figures()  # which are of training alone
@@ -96,14 +99,14 @@ def test_loss_is_that_of_all_documents(rank_pools, tmp_path, source, arguments):
         for name, figure in logged.items()
         if name.startswith(PREFIX)
     }
-    # The busiest rank should take as much more than the mean as its plan says.
+    # Planned evenly, so that the busiest rank should take hardly more than the mean.
     assert (
-        0.5
-        <= figures["attention_ms_predicted"] / figures["attention_ms"]
-        <= figures["imbalance_degree"]
+        0.5 * figures["attention_ms"]
+        <= figures["attention_ms_predicted"]
+        < 1.05 * figures["attention_ms"]
     )
     assert of_other_rank["distca/attention_ms"] == figures["attention_ms"]
-    assert 1.0 <= figures["imbalance_degree"] < 1.3 < figures["imbalance_degree_packed"]
+    assert 1.0 <= figures["imbalance_degree"] < 1.05 < figures["imbalance_degree_packed"]
     assert (
         min(
             figures[name]

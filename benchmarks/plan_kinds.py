@@ -92,9 +92,8 @@ class EveryCandidate(_Search):
 
 def every_plan(lengths: IntArray, settings: PlanSettings) -> Iterator[PlannedCandidate]:
     """Plan every candidate that can be planned."""
-    assert settings.costs is not None
     as_set = partial(nano_batches_as_set, lengths)
-    search = EveryCandidate(lengths, settings, settings.costs, as_set)
+    search = EveryCandidate(lengths, settings, as_set)
     planned = map(search.planned, search.in_groups())
     return (candidate for candidate in planned if candidate is not None)
 

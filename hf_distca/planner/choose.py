@@ -56,7 +56,6 @@ from hf_distca.planner.groups import (
 from hf_distca.planner.layout import check_capacity
 from hf_distca.planner.settings import UNBALANCED, PlanSettings
 from hf_distca.predict.counts import CountedPlan, count_nano_batches
-from hf_distca.predict.seconds import StepCosts
 from hf_distca.predict.walk import Walked, in_stages, predict_step
 
 IntArray = NDArray[np.int64]
@@ -123,7 +122,7 @@ class PlannedCandidate:
 
 
 def choose(
-    lengths: IntArray, settings: PlanSettings, costs: StepCosts, forest: Forest | None = None
+    lengths: IntArray, settings: PlanSettings, forest: Forest | None = None
 ) -> MicroBatchPlan:
     """Plan a micro-batch with the least predicted time.
 
@@ -134,7 +133,7 @@ def choose(
         ValueError: see `plan_micro_batch`.
     """
     as_set = partial(nano_batches_as_set, lengths, forest=forest)
-    search = _Search(lengths, settings, costs, as_set, forest)
+    search = _Search(lengths, settings, as_set, forest)
     if settings.document_layout == "auto":
         check_capacity(lengths, settings.ranks, settings.tokens_per_rank)
         listed = search.in_groups()
@@ -149,16 +148,14 @@ def choose(
     return search.finished(fastest, packed_in_order(lengths, settings, forest))
 
 
-def choose_placed(
-    rank_lengths: Sequence[Sequence[int]], settings: PlanSettings, costs: StepCosts
-) -> MicroBatchPlan:
+def choose_placed(rank_lengths: Sequence[Sequence[int]], settings: PlanSettings) -> MicroBatchPlan:
     """Plan documents that stay on the ranks where they lie, with the least predicted time.
 
     Args:
         rank_lengths: for each rank, lengths of its documents in the order of its rows.
     """
     fixed_nano_batches = partial(nano_batches_placed, rank_lengths)
-    search = _Search(lengths_of(rank_lengths), settings, costs, fixed_nano_batches)
+    search = _Search(lengths_of(rank_lengths), settings, fixed_nano_batches)
     fastest = fastest_of(search.as_set(), search.planned)
     assert fastest is not None
     return search.finished(fastest, left_in_place(rank_lengths, settings))
@@ -191,6 +188,7 @@ class _Search:
     """Candidates for one micro-batch, and their plans.
 
     Args:
+        settings: with the costs by which steps are predicted.
         as_set: makes nano-batches with the layout of the settings, from settings with a tolerance
             and with or without two nano-batches.
     """
@@ -199,10 +197,11 @@ class _Search:
         self,
         lengths: IntArray,
         settings: PlanSettings,
-        costs: StepCosts,
         as_set: Callable[[PlanSettings], tuple[NanoBatch, ...]],
         forest: Forest | None = None,
     ) -> None:
+        costs = settings.costs
+        assert costs is not None
         self._forest = forest
         self._lengths = lengths
         self._costs = costs

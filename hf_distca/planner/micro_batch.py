@@ -39,7 +39,7 @@ def plan_micro_batch(
     if settings.costs is None:
         nano_batches = nano_batches_as_set(array, settings, forest)
         return finished(nano_batches, packed_in_order(array, settings, forest), settings)
-    return choose(array, settings, settings.costs, forest)
+    return choose(array, settings, forest)
 
 
 def plan_placed(placed: Sequence[Sequence[int]], settings: PlanSettings) -> MicroBatchPlan:
@@ -50,4 +50,4 @@ def plan_placed(placed: Sequence[Sequence[int]], settings: PlanSettings) -> Micr
     if settings.costs is None:
         nano_batches = nano_batches_placed(placed, settings)
         return finished(nano_batches, left_in_place(placed, settings), settings)
-    return choose_placed(placed, settings, settings.costs)
+    return choose_placed(placed, settings)

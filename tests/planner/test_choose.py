@@ -210,7 +210,7 @@ def test_joined_nodes_are_tried_in_the_order_of_their_size():
     settings = PlanSettings(
         8, 64, (KIND,), ranks_per_node=2, balance_block_size=4, ping_pong=AUTO, costs=of_ranks
     )
-    listed = _Search(np.array([200, 115]), settings, of_ranks, partial(tuple)).in_groups()
+    listed = _Search(np.array([200, 115]), settings, partial(tuple)).in_groups()
     groups = list(dict.fromkeys(max(candidate.placing.sizes) for candidate in listed))
     assert groups == [4, 6]  # eight ranks compute no more evenly
 
@@ -347,7 +347,7 @@ def test_candidates_are_compared_with_few_stages_where_these_pay(call_s, stages)
 def planned_in_groups(lengths, settings, of_ranks):
     """All candidates that can be planned, however slow."""
     settings = replace(settings, ping_pong=AUTO, costs=of_ranks)
-    search = _Search(np.array(lengths), settings, of_ranks, partial(tuple))
+    search = _Search(np.array(lengths), settings, partial(tuple))
     planned = [search.planned(candidate) for candidate in search.in_groups()]
     found = [candidate for candidate in planned if candidate is not None]
     assert found
@@ -447,7 +447,7 @@ def test_larger_groups_are_tried_where_smaller_ones_have_too_many_moves(
     settings = PlanSettings(8, 64, (KIND,), ranks_per_node=2, balance_block_size=4)
     of_ranks = costs(FREE, SLOW)
     settings = replace(settings, costs=of_ranks)
-    search = choose._Search(np.array([100, 100]), settings, of_ranks, partial(tuple))
+    search = choose._Search(np.array([100, 100]), settings, partial(tuple))
     assert [placing.sizes for placing in search._even_placings()] == expected
 
 

@@ -44,7 +44,7 @@ class RankMemory:
 class MemoryCounter:
     """Counter of one model's memory, before it is wrapped for several ranks.
 
-    Runs of the model with the same plans share results.
+    Runs of the model with the same plans share results where they take the same.
 
     For a model without adapters and other changes, `by_config` counts shallow models of the model's
     config.
@@ -72,14 +72,12 @@ class MemoryCounter:
         # Under the other strategies a rank holds a share of the gradients, or a buffer for all of
         # them.
         accumulates = run.accumulates or run.strategy != "ddp"
-        counted_run = replace(run, accumulates=accumulates)
-        key = (
-            id(plan),
-            rank,
-            run.mixed,
-            run.autocasts,
-            repr((run.checkpointing, run.liger, accumulates)),
+        # Strategies other than DDP, and numbers of shards, change the state alone.
+        strategy: Strategy = "ddp" if run.strategy == "ddp" else "fsdp2"
+        counted_run = replace(
+            run, accumulates=accumulates, strategy=strategy, shards=None, offload=False
         )
+        key = id(plan), rank, repr(counted_run)
         if key not in self._counted:
             counted = self._count(plan, counted_run, rank)
             self._counted[key] = plan, counted  # keeping the plan keeps its id unique

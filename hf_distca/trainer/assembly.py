@@ -42,7 +42,7 @@ from hf_distca.trainer import parallel
 from hf_distca.trainer.costs import with_costs
 from hf_distca.trainer.fitting import fit_into_memory
 from hf_distca.trainer.launch_facts import check_trainer
-from hf_distca.trainer.memory import facts_of_launch, layers_to_checkpoint
+from hf_distca.trainer.memory import checkpointed_layers, facts_of_launch
 from hf_distca.trainer.offload import offload_activations
 from hf_distca.trainer.resuming import check_agreement
 from hf_distca.units import AUTO
@@ -246,16 +246,17 @@ def prepare_trainer(trainer: Trainer, *, packs: bool) -> Dispatcher:
     # several micro-batches.
     layers_run_once = not packs and parallel.gathers_parameters(accelerator)
     dtype = parallel.dtype_of_computation(model, args, accelerator)
+    facts = facts_of_launch(model, args, accelerator, dtype)
     dispatcher = make_dispatcher(
         model,
         args,
         args.device,
         dtype=dtype,
         mesh=parallel.data_parallel_mesh(accelerator),
-        checkpointed=layers_to_checkpoint(model, args, accelerator),
+        checkpointed=checkpointed_layers(model, facts["checkpointing"]),
         folder=Path(str(args.output_dir)),
         planning={"ping_pong": False} if layers_run_once and args.ping_pong == AUTO else None,
-        **facts_of_launch(model, args, accelerator, dtype),
+        **facts,
     )
     if args.device.type == "cuda":  # the memory of other devices is unknown
         fit_into_memory(model, args, dispatcher, may_chunk=not layers_run_once)

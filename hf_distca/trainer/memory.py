@@ -143,11 +143,6 @@ def checkpointing_of(args: Any, accelerator: Accelerator) -> dict[str, Any] | No
     return None
 
 
-def layers_to_checkpoint(model: nn.Module, args: Any, accelerator: Accelerator) -> int:
-    """Return how many decoder layers of a model transformers or FSDP will checkpoint."""
-    return checkpointed_layers(model, checkpointing_of(args, accelerator))
-
-
 def checkpointed_layers(model: nn.Module, options: Mapping[str, Any] | None) -> int:
     """Return how many decoder layers have checkpoints, by transformers' options for them."""
     if options is None:

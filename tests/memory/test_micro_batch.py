@@ -421,6 +421,13 @@ def test_trainings_share_counts_only_where_they_take_the_same():
     under_ddp = shared.count(plan, small_run(settings, strategy="ddp", mixed=True)).parts
     assert under_ddp["cast weights"] > 0
     assert under_ddp == counted_alone("ddp")
+    # Models that are counted by their config are prepared for each run.
+    by_config = MemoryCounter(small_model(intermediate_size=512), by_config=True)
+    at_once, in_chunks = (
+        by_config.count(plan, small_run(settings, mlp_chunk_rows=rows)).parts["activations"]
+        for rows in (0, 128)
+    )
+    assert in_chunks < at_once
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,8 @@
 """Time of planning a micro-batch of six kinds of documents, by number of ranks.
 
 An 8B model, nodes of 8 H100, at most 32768 tokens on each rank; lengths are the same every time.
-Plans are those of the settings, or with --choices plans chosen by predicted seconds, as
-training chooses them. What they achieve is for `planner.py` and `chosen.py` to say.
+Without --choices the settings decide the plans. With --choices the planner chooses them by
+predicted seconds, as in training. What they achieve is for `planner.py` and `chosen.py` to say.
 
 Run: python benchmarks/plan_time.py [--rounds 12] [--ranks 8 64 256] [--choices]
      python benchmarks/plan_time.py --against OTHER_CHECKOUT      two checkouts in turns

@@ -199,7 +199,7 @@ class DistCAConfig:
 
     @property
     def remote_workers(self) -> bool:
-        """Whether processes besides the ranks may compute core attention, and come and go."""
+        """Whether workers that hold no rows may compute core attention. They may join and leave."""
         return self.attention_servers.count != 0
 
     @property

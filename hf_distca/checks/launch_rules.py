@@ -150,7 +150,7 @@ TRAINER: tuple[Rule, ...] = (
     ),
     Rule(
         "ensure_weight_tying=True lets {0.views} share memory with other trained weights",
-        "DDP takes them for weights of their own and trains other ones; FSDP2 and DeepSpeed fail",
+        "DDP trains them as separate weights, with other results; FSDP2 and DeepSpeed fail",
         "leave ensure_weight_tying=False, or leave embed_tokens out of target_modules",
         lambda facts: facts.views,
     ),

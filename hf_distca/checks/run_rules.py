@@ -14,7 +14,8 @@ WHOLE_WEIGHTS = frozenset(
 They step by rows, columns, matrices or norms of a weight, or in the backward pass.
 """
 EXACT_BY_ROWS = frozenset(("galore_torch", "grokadamw", "muon"))
-"""Those of them that step alike on DTensors of rows, into which FSDP2 divides weights."""
+"""Optimizers of that list whose steps are exact where a rank holds rows of a weight as a DTensor,
+as under FSDP2."""
 INEXACT = {"whole": frozenset(), "rows": WHOLE_WEIGHTS - EXACT_BY_ROWS, "flat": WHOLE_WEIGHTS}
 """Optimizers that are refused, by what a rank has: whole weights, rows of them, or flat shards."""
 

@@ -130,7 +130,7 @@ def _is_saved(folder: str) -> bool:
 
 
 def _format_of(name: str) -> Format:
-    """Return the format of a file, or that of wholes."""
+    """Return the format of a file; WHOLE for a folder, or for a name on the Hub."""
     path = Path(name)
     if path.is_dir() or is_hub_name(name):
         return WHOLE

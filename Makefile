@@ -49,7 +49,7 @@ demo: $(CHECKPOINT)/model.safetensors
 	@echo "  $(BIN)/accelerate launch --config_file examples/configs/ddp.yaml examples/train.py $(CHECKPOINT) README.md --sample_by paragraph"
 	@echo "  $(BIN)/hf-distca doctor"
 
-QUICK_TESTS := $(addprefix tests/,plan planner predict kernels models collator sim timeline cli docs) tests/test_*.py
+QUICK_TESTS := $(addprefix tests/,plan planner predict profiling kernels models collator sim timeline cli docs) tests/test_*.py
 
 # A second -m replaces that of pyproject.toml, so what that leaves out is named again.
 quick: $(SETUP)
@@ -100,7 +100,7 @@ features: $(SETUP)
 # torch is the CUDA build.
 VERSION_TESTS := tests/test_imports.py tests/kernels/test_contract.py tests/kernels/test_flash_varlen.py \
 	tests/kernels/test_fused_triton.py tests/dispatch/test_launches.py::test_step_on_fake_cuda tests/gpu \
-	tests/collator tests/dispatch/test_groups.py tests/patches/test_attention.py \
+	tests/collator tests/dispatch/test_process_groups.py tests/patches/test_attention.py \
 	tests/patches/test_compile.py tests/trainer/test_features.py \
 	tests/trainer/test_parallel.py
 

@@ -15,16 +15,15 @@ from itertools import islice
 import numpy as np
 from harness import options_parser, print_json, print_rows
 from harness.simulated import simulated_run
-from numpy.typing import NDArray
 
-from hf_distca.predict.profile import DeviceProfile
+from hf_distca.plan.arrays import IntArray
+from hf_distca.predict.device_profile import DeviceProfile
 from hf_distca.predict.seconds import LinkCost
 from hf_distca.predict.shapes import LLAMA_8B
 from hf_distca.run import RunSpec
 from hf_distca.sim.lengths import Draw, cut_at, lognormal, micro_batches
 from hf_distca.sim.strategies import all_strategies, planned
 
-IntArray = NDArray[np.int64]
 H100 = DeviceProfile.load("h100")
 NETWORKS = (1.0, 1.5, 3.0, 12.0, 50.0)
 """GB/s that a GPU sends, and receives, between nodes."""

@@ -16,7 +16,7 @@ import numpy as np
 
 from hf_distca.plan import AttentionKind
 from hf_distca.plan.nodes import EXCHANGE_BANDWIDTH, NETWORK_BANDWIDTH
-from hf_distca.predict.profile import Accuracy, DeviceProfile, held_out
+from hf_distca.predict.device_profile import Accuracy, DeviceProfile, held_out
 from hf_distca.predict.seconds import KernelCost, LinkCost, Links, Tasks
 
 DATA = Path(__file__).parent / "data" / "h100.json"

@@ -21,7 +21,7 @@ from benchmarks.gpu.setting import REPLAYS, Setting
 from hf_distca.plan import MicroBatchPlan
 from hf_distca.planner.micro_batch import plan_micro_batch
 from hf_distca.planner.settings import PlanSettings
-from hf_distca.predict.profile import DeviceProfile
+from hf_distca.predict.device_profile import DeviceProfile
 from hf_distca.predict.seconds import KernelCost
 from hf_distca.predict.walk import predict_plan
 

@@ -24,8 +24,9 @@ from transformers import Qwen3NextConfig
 
 from hf_distca.models.fake import model_of_config
 from hf_distca.models.shape import model_shape
+from hf_distca.plan.arrays import IntArray
 from hf_distca.run import RunSpec
-from hf_distca.sim.lengths import IntArray, corpora, cut_at, micro_batches
+from hf_distca.sim.lengths import corpora, cut_at, micro_batches
 from hf_distca.sim.strategies import StepTime, planned, whole_documents
 
 TOKENS_PER_RANK = 32768

@@ -14,7 +14,7 @@ import torch
 from harness import options_parser, print_json, run_ranks, table
 from harness.one_document import OneDocument, reference, take_one_document
 
-from hf_distca.memory.micro_batch import count_core_attention
+from hf_distca.memory.counted_step import count_core_attention
 from hf_distca.predict.shapes import LLAMA_8B
 from hf_distca.run import RunSpec
 

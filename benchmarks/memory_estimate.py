@@ -25,10 +25,10 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from hf_distca import DistCAConfig, make_dispatcher
-from hf_distca.dispatch.offload import ActivationOffload
+from hf_distca.dispatch.host_copies import ActivationOffload
 from hf_distca.memory.counter import MemoryCounter
+from hf_distca.models.describe import describe_run
 from hf_distca.models.fake import model_of_config
-from hf_distca.models.settings import describe_run
 from hf_distca.planner.micro_batch import plan_micro_batch
 
 CPU = torch.device("cpu")

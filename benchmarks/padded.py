@@ -69,10 +69,10 @@ from torch import nn
 
 from hf_distca import Dispatcher, DistCAConfig, pack_padded
 from hf_distca.batches.limits import Limits
-from hf_distca.dispatch.padded import PaddedBatch, read_sequences
+from hf_distca.dispatch.padded_rows import PaddedBatch, read_sequences
 from hf_distca.planner.padding import plan_padded
 from hf_distca.planner.settings import PlanSettings
-from hf_distca.predict.profile import DeviceProfile
+from hf_distca.predict.device_profile import DeviceProfile
 from hf_distca.predict.shapes import ModelShape
 
 CPU = torch.device("cpu")

@@ -14,8 +14,8 @@ from harness import options_parser, print_json, print_rows
 from harness.simulated import simulated_run
 
 from hf_distca.predict.shapes import LLAMA_8B, LLAMA_34B
+from hf_distca.sim.compare import simulate
 from hf_distca.sim.lengths import corpora, cut_at, micro_batches
-from hf_distca.sim.simulate import simulate
 from hf_distca.sim.strategies import WHOLE
 
 MODELS = {"8B": LLAMA_8B, "34B": LLAMA_34B}

@@ -20,16 +20,15 @@ import numpy as np
 from chosen import NETWORKS, RANKS, TOKENS, grid_documents, profile_with, run_of
 from harness import options_parser, print_json, print_rows
 from harness.simulated import simulated_run
-from numpy.typing import NDArray
 from typical_data import RANKS_PER_NODE, TOKENS_PER_RANK, data
 
+from hf_distca.plan.arrays import IntArray
 from hf_distca.planner.build import nano_batches_as_set
 from hf_distca.planner.choose import Candidate, Division, PlannedCandidate, _Search
 from hf_distca.planner.settings import COARSER_TOLERANCE, PlanSettings
 from hf_distca.predict.shapes import LLAMA_8B
 from hf_distca.sim.lengths import micro_batches
 
-IntArray = NDArray[np.int64]
 Inputs = Iterator[tuple[IntArray, PlanSettings]]
 """Lengths of the documents of a micro-batch, and the settings that it is planned by."""
 

@@ -40,7 +40,7 @@ from harness import options_parser, print_json, spread, table
 from planner_inputs import DATA, PlanMetrics, measure, plan_once, read_batches, timed
 
 from hf_distca.plan.cost import BALANCE_TOLERANCE, RowBytes
-from hf_distca.plan.metrics import BETWEEN, WITHIN, bytes_by_link, link_seconds
+from hf_distca.plan.figures import BETWEEN, WITHIN, bytes_by_link, link_seconds
 from hf_distca.plan.nodes import node_sizes, nodes_of
 
 RANKS = (4, 8, 16, 32, 64)

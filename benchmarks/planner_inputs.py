@@ -13,8 +13,8 @@ import numpy as np
 
 from hf_distca.plan import SEGMENT, AttentionKind, Layout, Plan
 from hf_distca.plan.cost import RowBytes
+from hf_distca.plan.figures import bytes_moved, loads_of
 from hf_distca.plan.intervals import row_counts
-from hf_distca.plan.metrics import bytes_moved, loads_of
 from hf_distca.planner.balance import balance
 from hf_distca.planner.build import nano_batches_as_set
 from hf_distca.planner.layout import fixed_layout

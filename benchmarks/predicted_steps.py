@@ -27,18 +27,18 @@ from harness.simulated import simulated_run
 from step_time import CPU, MIXES, SIZES, Models, whole_rows
 
 from hf_distca import Dispatcher
-from hf_distca.dispatch.groups import Groups
 from hf_distca.dispatch.peers import PeerExchanges
+from hf_distca.dispatch.process_groups import Groups
 from hf_distca.kernels import get_kernel
 from hf_distca.patches.layers import plan_layers
 from hf_distca.plan import AttentionKind, MicroBatchPlan
 from hf_distca.planner.micro_batch import plan_micro_batch
-from hf_distca.predict.device import measured_kernel
-from hf_distca.predict.links import measured_link
-from hf_distca.predict.profile import DeviceProfile
+from hf_distca.predict.device_profile import DeviceProfile
 from hf_distca.predict.seconds import KernelCost, LinkCost, Links
 from hf_distca.predict.shapes import ModelShape
 from hf_distca.predict.walk import predict_plan
+from hf_distca.profiling.device import measured_kernel
+from hf_distca.profiling.links import measured_link
 from hf_distca.run import RunSpec
 from hf_distca.sim.strategies import on_ranks
 

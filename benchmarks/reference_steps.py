@@ -21,7 +21,7 @@ import numpy as np
 from harness import options_parser, print_json, table
 
 from hf_distca.plan.cost import RowBytes, pairs
-from hf_distca.plan.metrics import bytes_moved, loads_of
+from hf_distca.plan.figures import bytes_moved, loads_of
 from hf_distca.plan.nodes import NETWORK_BANDWIDTH
 from hf_distca.planner.micro_batch import plan_placed
 from hf_distca.planner.settings import PlanSettings

@@ -19,8 +19,9 @@ from harness.simulated import simulated_run
 from trl import pack_dataset
 from typical_data import RANKS, RANKS_PER_NODE, TOKENS_PER_RANK, data
 
+from hf_distca.plan.arrays import IntArray
 from hf_distca.predict.shapes import LLAMA_8B
-from hf_distca.sim.lengths import IntArray, micro_batches
+from hf_distca.sim.lengths import micro_batches
 from hf_distca.sim.strategies import on_ranks, plain
 
 TOKENS = 30_000_000

@@ -7,21 +7,21 @@ imported.
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from hf_distca.patches.when_imported import when_imported
 from hf_distca.version import __version__ as __version__
-from hf_distca.when_imported import when_imported
 
 if TYPE_CHECKING:
+    from hf_distca.cli.script import record as record
     from hf_distca.collator.collation import DistCACollator as DistCACollator
     from hf_distca.collator.padding_free import CollatorWithLengths as CollatorWithLengths
     from hf_distca.collator.sampler import GlobalBatchSampler as GlobalBatchSampler
     from hf_distca.collator.sources import load_documents as load_documents
     from hf_distca.config import DistCAConfig as DistCAConfig
     from hf_distca.dispatch.dispatcher import Dispatcher as Dispatcher
-    from hf_distca.models.settings import describe_run as describe_run
+    from hf_distca.models.describe import describe_run as describe_run
     from hf_distca.patches.layers import plan_layers as plan_layers
     from hf_distca.planner.settings import PlanSettings as PlanSettings
     from hf_distca.run import RunSpec as RunSpec
-    from hf_distca.script import record as record
     from hf_distca.trainer.arguments import DistCAArguments as DistCAArguments
     from hf_distca.trainer.arguments import DistCAPaddedArguments as DistCAPaddedArguments
     from hf_distca.trainer.arguments import DistCATrainingArguments as DistCATrainingArguments
@@ -66,12 +66,12 @@ _MODULES = {
     "GlobalBatchSampler": "collator.sampler",
     "PlanSettings": "planner.settings",
     "RunSpec": "run",
-    "describe_run": "models.settings",
+    "describe_run": "models.describe",
     "load_documents": "collator.sources",
     "make_dispatcher": "trainer.assembly",
     "pack_padded": "trainer.assembly",
     "plan_layers": "patches.layers",
-    "record": "script",
+    "record": "cli.script",
 }
 __all__ = list(_MODULES)
 

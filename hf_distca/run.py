@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from hf_distca.config import DistCAConfig
 from hf_distca.planner.settings import PlanSettings
-from hf_distca.predict.profile import DeviceProfile
+from hf_distca.predict.device_profile import DeviceProfile
 from hf_distca.predict.seconds import StepCosts
 from hf_distca.predict.shapes import ModelShape
 from hf_distca.predict.step_costs import on_a_gpu, step_costs

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hf_distca.dispatch.offload import BLOCK_BYTES
+from hf_distca.dispatch.host_copies import BLOCK_BYTES
 
 POISON = 255
 """Byte of memory that a copy has not filled yet; floating-point numbers of it are NaN."""

@@ -18,7 +18,7 @@ from hf_distca.dispatch.bound import BoundPlan
 from hf_distca.dispatch.dispatcher import Dispatcher
 from hf_distca.models.decoder import decoder_layers
 from hf_distca.models.loading import auto_class
-from hf_distca.models.mixing import uncuttable
+from hf_distca.models.mixing_modules import uncuttable
 from hf_distca.plan import AttentionKind, MicroBatchPlan, Plan
 from hf_distca.planner.settings import PlanSettings
 from hf_distca.predict.shapes import ModelShape

@@ -20,7 +20,7 @@ from benchmarks.gpu.findings import Findings, waits
 from benchmarks.gpu.setting import Setting
 from benchmarks.harness import median_seconds, run_ranks
 from hf_distca.dispatch.exchange import Exchange, Route
-from hf_distca.dispatch.groups import EXCHANGE_CTAS, exchange_options
+from hf_distca.dispatch.process_groups import EXCHANGE_CTAS, exchange_options
 from hf_distca.dispatch.rows import IndexBuffer, row_index
 from hf_distca.dispatch.waits import Waits
 from hf_distca.kernels import AttentionParams, TaskShapes, get_kernel

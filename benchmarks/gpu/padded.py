@@ -25,7 +25,7 @@ from benchmarks.harness.padded import (
     rollout_lengths,
 )
 from hf_distca import Dispatcher, DistCAConfig, pack_padded
-from hf_distca.dispatch.padded import PaddedBatch, PaddedBatches
+from hf_distca.dispatch.padded_rows import PaddedBatch, PaddedBatches
 
 STOCK = "padded to all"
 """Eight sequences at a time, padded to the longest of all, as TRL's GRPO pads."""

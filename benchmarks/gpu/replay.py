@@ -32,9 +32,9 @@ from hf_distca.plan.cost import pairs
 from hf_distca.plan.schedule import Turn
 from hf_distca.planner.micro_batch import plan_micro_batch
 from hf_distca.planner.settings import PlanSettings
-from hf_distca.predict.device import measured_profile
-from hf_distca.predict.profile import DeviceProfile
+from hf_distca.predict.device_profile import DeviceProfile
 from hf_distca.predict.shapes import ModelShape
+from hf_distca.profiling.device import measured_profile
 
 RANKS_PER_NODE = 8
 MOST_OFF = 0.15

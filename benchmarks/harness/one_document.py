@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hf_distca.dispatch.attention import disaggregated_attention
+from hf_distca.dispatch.core_attention import disaggregated_attention
 from hf_distca.dispatch.dispatcher import Dispatcher
 from hf_distca.kernels import AttentionParams
 from hf_distca.plan import AttentionKind, MicroBatchPlan

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_distca.dispatch.padded import PaddedBatch
+from hf_distca.dispatch.padded_rows import PaddedBatch
 
 from .padded import Batch, batch_of
 

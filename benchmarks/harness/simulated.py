@@ -3,7 +3,7 @@
 from typing import Any
 
 from hf_distca.config import DistCAConfig
-from hf_distca.predict.profile import DeviceProfile
+from hf_distca.predict.device_profile import DeviceProfile
 from hf_distca.predict.shapes import ModelShape
 from hf_distca.run import RunSpec
 

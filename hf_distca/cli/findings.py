@@ -20,13 +20,13 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from hf_distca.cli.ranks import connect, device_of_rank
-from hf_distca.dispatch.groups import ranks_per_node
+from hf_distca.collator.forking import FORK_HANGS, fork_can_hang
 from hf_distca.dispatch.peers import PeerExchanges
-from hf_distca.interpreter import FORK_HANGS, fork_can_hang
+from hf_distca.dispatch.process_groups import ranks_per_node
 from hf_distca.kernels import choose_kernel
 from hf_distca.models import fla
 from hf_distca.plan.nodes import node_sizes, nodes_of
-from hf_distca.predict.links import link_rates
+from hf_distca.profiling.links import link_rates
 from hf_distca.progress import terminal_status
 from hf_distca.units import counted
 

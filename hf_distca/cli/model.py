@@ -19,7 +19,7 @@ from hf_distca.models.model_facts import check_model
 from hf_distca.models.shape import mixing_shape
 from hf_distca.plan import MicroBatchPlan
 from hf_distca.planner.settings import PlanSettings
-from hf_distca.predict.mixing import count_cuts
+from hf_distca.predict.mixing_layers import count_cuts
 from hf_distca.predict.shapes import MODELS, ModelShape
 from hf_distca.progress import terminal_bar
 from hf_distca.run import STRATEGIES, RunSpec

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from hf_distca.cli import InputError
+from hf_distca.cli.length_sources import SOURCES, documents_of, one_micro_batch
 from hf_distca.cli.names import MODEL_SOURCES, check_model
 from hf_distca.cli.options import (
     RANKS_PER_NODE,
@@ -24,19 +25,18 @@ from hf_distca.cli.options import (
     wrapped,
     write,
 )
-from hf_distca.cli.sources import SOURCES, documents_of, one_micro_batch
 from hf_distca.config import DistCAConfig
 from hf_distca.kernel_names import KERNEL_NAMES
 from hf_distca.plan import MicroBatchPlan
 from hf_distca.plan.cost import as_lengths
-from hf_distca.plan.metrics import bytes_by_link, exchange_figures, loads_of
+from hf_distca.plan.figures import bytes_by_link, exchange_figures, loads_of
 from hf_distca.plan.nodes import NETWORK_BANDWIDTH, NODE_BANDWIDTH
 from hf_distca.plan.stages import rows_by_stage
 from hf_distca.planner.build import packed_in_order
 from hf_distca.planner.layout import check_capacity
 from hf_distca.planner.micro_batch import plan_micro_batch, plan_placed
 from hf_distca.planner.settings import PlanSettings
-from hf_distca.predict.profile import DeviceProfile
+from hf_distca.predict.device_profile import DeviceProfile
 from hf_distca.predict.shapes import MODELS
 from hf_distca.progress import TORCH_AND_TRANSFORMERS, importing, terminal_status
 from hf_distca.run import STRATEGIES, RunSpec
@@ -178,7 +178,7 @@ def run(options: argparse.Namespace) -> None:
 
         print("", memory_table(memory), sep="\n")
     if options.offload:
-        from hf_distca.cli.offload import offload_lines
+        from hf_distca.cli.offload_report import offload_lines
 
         print("", *offload_lines(figures["offload"]), sep="\n")
 
@@ -201,7 +201,7 @@ def _figures_of_memory(
         "mixing": mixing_of(model, plan, run.plans),
     }
     if options.offload:
-        from hf_distca.cli.offload import offload_of
+        from hf_distca.cli.offload_report import offload_of
 
         figures["offload"] = offload_of(model, plan, run, options.profile, memory)
     return figures, memory_rows(memory, options.device_memory)
@@ -279,7 +279,7 @@ def _model_and_run(
     else:
         with importing(TORCH_AND_TRANSFORMERS):
             from hf_distca.cli.model import fake_model
-            from hf_distca.models.settings import document_layout
+            from hf_distca.models.describe import document_layout
             from hf_distca.models.shape import model_shape
 
         with terminal_status(READING_MODEL):
@@ -365,7 +365,7 @@ def _exchange_buffers(plan: MicroBatchPlan, run: RunSpec, options: argparse.Name
     with importing(TORCH_AND_TRANSFORMERS):
         import torch
 
-        from hf_distca.memory.micro_batch import busiest_rank, count_core_attention
+        from hf_distca.memory.counted_step import busiest_rank, count_core_attention
 
     parts = count_core_attention(
         plan,

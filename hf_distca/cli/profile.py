@@ -13,7 +13,7 @@ from hf_distca.cli.names import check_kernel
 from hf_distca.cli.options import HEADS, add_settings, check_writable, positive
 from hf_distca.plan import AttentionKind
 from hf_distca.plan.cost import pairs
-from hf_distca.predict.profile import DeviceProfile
+from hf_distca.predict.device_profile import DeviceProfile
 from hf_distca.predict.seconds import DIAGONAL_ROWS, LinkCost, Tasks
 from hf_distca.progress import importing, terminal_status
 
@@ -69,10 +69,10 @@ def run(options: argparse.Namespace) -> None:
         import torch.distributed as dist
 
         from hf_distca.cli.ranks import connect, device_of_rank
-        from hf_distca.dispatch.groups import ranks_per_node
         from hf_distca.dispatch.peers import PeerExchanges
-        from hf_distca.predict.device import measured_profile
-        from hf_distca.predict.links import with_links
+        from hf_distca.dispatch.process_groups import ranks_per_node
+        from hf_distca.profiling.device import measured_profile
+        from hf_distca.profiling.links import with_links
 
     device = device_of_rank()
     dtype: torch.dtype = getattr(

@@ -9,7 +9,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from hf_distca.dispatch.groups import Groups
+from hf_distca.dispatch.process_groups import Groups
 
 
 def device_of_rank() -> torch.device:

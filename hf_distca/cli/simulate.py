@@ -8,6 +8,12 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from hf_distca.cli import InputError
+from hf_distca.cli.length_sources import (
+    AGENTS_TREE,
+    SOURCES,
+    drawn_micro_batches,
+    drawn_padded_batches,
+)
 from hf_distca.cli.names import MODEL_SOURCES, check_model
 from hf_distca.cli.options import (
     FROM_ZERO,
@@ -27,27 +33,21 @@ from hf_distca.cli.options import (
     wrapped,
     write,
 )
-from hf_distca.cli.sources import (
-    AGENTS_TREE,
-    SOURCES,
-    drawn_micro_batches,
-    drawn_padded_batches,
-)
 from hf_distca.config import DistCAConfig
 from hf_distca.planner.padding import PlannedPadding, plan_padded
 from hf_distca.pool.simulation import with_servers
-from hf_distca.predict.profile import DeviceProfile
+from hf_distca.predict.device_profile import DeviceProfile
 from hf_distca.predict.shapes import MODELS, ModelShape
 from hf_distca.progress import TORCH_AND_TRANSFORMERS, importing, terminal_status
 from hf_distca.run import RunSpec
-from hf_distca.sim.padded import (
+from hf_distca.sim.compare import SECONDS, Simulation, columns_of, simulate
+from hf_distca.sim.padded_batches import (
     PaddedFigures,
     padded_advice,
     padded_columns,
     simulate_padded,
 )
 from hf_distca.sim.report import simulation_report
-from hf_distca.sim.simulate import SECONDS, Simulation, columns_of, simulate
 from hf_distca.sim.trees import DrawnBatch
 from hf_distca.units import AUTO, counted
 
@@ -232,7 +232,7 @@ def _shape_and_layout(name: str, config: DistCAConfig) -> tuple[ModelShape, str]
     """Return the shape of a user's model, and the layout of its documents."""
     with importing(TORCH_AND_TRANSFORMERS):
         from hf_distca.cli.model import fake_model
-        from hf_distca.models.settings import document_layout
+        from hf_distca.models.describe import document_layout
         from hf_distca.models.shape import model_shape
 
     with terminal_status(READING_MODEL):

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from hf_distca.batches.limits import IGNORED_TARGET
 from hf_distca.collator.documents import READ_BATCH, Columns, token_document
-from hf_distca.plan.intervals import IntArray
+from hf_distca.plan.arrays import IntArray
 from hf_distca.planner.branches import Forest
 from hf_distca.planner.prefixes import BLOCK, SharedPrefixes, hashes_of, share_prefixes
 

@@ -14,22 +14,22 @@ import torch
 from torch import Tensor
 
 from hf_distca.dispatch.checkpoints import KeptResults
-from hf_distca.dispatch.cuts import BoundCuts
 from hf_distca.dispatch.exchange import Exchange, Route, bound_route
-from hf_distca.dispatch.offload import OffloadedForward
+from hf_distca.dispatch.host_copies import OffloadedForward
 from hf_distca.dispatch.recorder import NO_ROWS, Recorder, Rows
 from hf_distca.dispatch.remote import RemotePlan, RemoteRows
 from hf_distca.dispatch.rows import (
     ALL_ROWS,
     IndexBuffer,
-    IntArray,
     RowIndex,
     RowSum,
     names_all,
     row_index,
 )
+from hf_distca.dispatch.segment_exchanges import BoundCuts
 from hf_distca.kernels import Kernel, TaskShapes
 from hf_distca.plan import AttentionKind, Direction, MicroBatchPlan, NanoBatch, Plan
+from hf_distca.plan.arrays import IntArray
 from hf_distca.plan.cost import pairs
 from hf_distca.plan.intervals import expand
 from hf_distca.plan.routes import CallTasks, Routes, Stage, make_routes, nothing_moves
@@ -166,7 +166,7 @@ class BoundRoutes:
         # 2. Tasks of each kernel call. If no local tasks come between stages, the forward computes
         #    all in one call, even if the backward computes parts of them.
         remote = _remote_tasks(routes)
-        local = _local_tasks(routes, turn, remote, plan.window)
+        local = _local_tasks_of_turn(routes, turn, remote, plan.window)
         tasks = {**remote, **local}
         between_stages = has_local_tasks_between_stages(
             len(routes.stages), windowed=plan.window is not None
@@ -318,7 +318,7 @@ def _remote_tasks(routes: Routes) -> dict[CallKey, CallTasks]:
     return tasks
 
 
-def _local_tasks(
+def _local_tasks_of_turn(
     routes: Routes, turn: Turn, remote: dict[CallKey, CallTasks], window: int | None
 ) -> dict[CallKey, CallTasks]:
     """Return the tasks of the backward's kernel calls on local rows."""

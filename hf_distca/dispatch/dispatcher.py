@@ -13,8 +13,8 @@ from hf_distca.batches.packed import REPLACED_BY_PLAN, checked_document_lengths,
 from hf_distca.checks.refusal import RefusedError
 from hf_distca.dispatch.bound import BoundPlan, Runtime
 from hf_distca.dispatch.exchange import Exchange
-from hf_distca.dispatch.groups import EXCHANGE_CTAS, Groups, RankMesh, first_difference
-from hf_distca.dispatch.offload import ActivationOffload, OffloadedForward
+from hf_distca.dispatch.host_copies import ActivationOffload, OffloadedForward
+from hf_distca.dispatch.process_groups import EXCHANGE_CTAS, Groups, RankMesh, first_difference
 from hf_distca.dispatch.recorder import Recorder
 from hf_distca.dispatch.remote import RemoteWorkers
 from hf_distca.kernels import get_kernel

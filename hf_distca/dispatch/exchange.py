@@ -12,9 +12,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hf_distca.dispatch.groups import Groups
-from hf_distca.dispatch.rows import ALL_ROWS, IndexBuffer, IntArray, RowIndex, copy_rows, row_index
+from hf_distca.dispatch.process_groups import Groups
+from hf_distca.dispatch.rows import ALL_ROWS, IndexBuffer, RowIndex, copy_rows, row_index
 from hf_distca.kernels.contract import aligned
+from hf_distca.plan.arrays import IntArray
 from hf_distca.plan.routes import ExchangedRows
 
 LAYOUTS_KEPT = 8

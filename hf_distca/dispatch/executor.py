@@ -1,6 +1,6 @@
 """Execution of a core attention's schedule on one rank: waits, kernel calls and sends by phase.
 
-Inputs and outputs are plain tensors; `hf_distca.dispatch.attention` wraps them in autograd nodes.
+Inputs and outputs are plain tensors; `dispatch.core_attention` wraps them in autograd nodes.
 Columns have the names of the kernel contract: q, k, v, o, lse, do, dq, dk, dv.
 
 Shape suffixes: T local rows, Q query rows of a kernel call, K its key/value rows, R received rows,

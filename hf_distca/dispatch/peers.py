@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 
 from hf_distca.dispatch.exchange import Exchange, ExchangeBuffer, Route
-from hf_distca.dispatch.groups import Groups
+from hf_distca.dispatch.process_groups import Groups
 
 ROW_BYTES = 1024
 """Bytes of an exchanged row."""
@@ -15,7 +15,7 @@ ROW_BYTES = 1024
 class PeerExchanges:
     """Exchanges in which every rank sends rows to one other rank.
 
-    `predict/links.py` measures them.
+    `profiling/links.py` measures them.
     """
 
     row_bytes = ROW_BYTES

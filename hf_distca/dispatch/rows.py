@@ -17,8 +17,7 @@ from torch import Tensor
 
 from hf_distca.kernels import merge_into
 from hf_distca.kernels.contract import MAX_SOURCES, SOURCE_BITS, aligned
-
-IntArray = NDArray[np.int64]
+from hf_distca.plan.arrays import IntArray
 
 CHUNK_BYTES = 1 << 22
 """Bytes of one copy, enough for a plan of some 50,000 rows per rank; larger plans take several

@@ -35,7 +35,7 @@ from typing import Any, NamedTuple, cast
 import torch.distributed as dist
 
 from hf_distca.checks.refusal import SentenceError, told
-from hf_distca.waiting import REPORT_S, WaitError, in_thread
+from hf_distca.dispatch.threads import REPORT_S, WaitError, in_thread
 
 logger = logging.getLogger(__name__)
 

@@ -24,7 +24,7 @@ from hf_distca.checks.refusal import PackageError, RefusedError
 from hf_distca.kernel_names import KernelPackage, MissingPackageError
 
 from .contract import ALIGNMENT, AttentionParams, Need, TaskShapes, check_tensors
-from .split import OF_LONGEST, OF_LONGEST_Q, task_ranges
+from .split_calls import OF_LONGEST, OF_LONGEST_Q, task_ranges
 
 MAX_HEAD_DIM = 256
 

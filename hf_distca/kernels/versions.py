@@ -12,7 +12,7 @@ from torch.nn.attention import current_flash_attention_impl
 from hf_distca.kernel_names import KERNEL_PACKAGES, MissingPackageError
 
 from .contract import Need
-from .split import ALL_EVEN
+from .split_calls import ALL_EVEN
 from .varlen import FlashVarlenKernel
 
 HUB_BUILD = "kernels-community/flash-attn3"

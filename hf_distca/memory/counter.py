@@ -8,8 +8,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig
 
+from hf_distca.memory.counted_step import Peaks, busiest_rank, count_peaks
 from hf_distca.memory.live import Part
-from hf_distca.memory.micro_batch import Peaks, busiest_rank, count_peaks
 from hf_distca.memory.model_state import ModelState, model_state, parameter_bytes
 from hf_distca.models.decoder import base_model
 from hf_distca.models.fake import model_after, model_of_config, repeated_layers, with_layers

@@ -25,7 +25,7 @@ KERNEL = "torch_varlen"
 def gpu_memory(
     run: RunSpec, config: PreTrainedConfig
 ) -> Callable[[Strategy, int, MicroBatchPlan | None], tuple[int | None, int]]:
-    """Return a `hf_distca.sim.simulate.Memory`.
+    """Return a `hf_distca.sim.compare.Memory`.
 
     The model's state is divided over all ranks as by FSDP2.
 

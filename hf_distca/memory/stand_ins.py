@@ -17,7 +17,7 @@ from hf_distca.dispatch.exchange import Exchange, ExchangeBuffer, Route
 from hf_distca.dispatch.waits import Waits
 from hf_distca.kernels.versions import TorchVarlenKernel
 from hf_distca.memory.live import LiveMemory
-from hf_distca.models.mixing import CONVOLUTION_AND_SCAN, DELTA_RULE, KIMI_DELTA_RULE, SCAN
+from hf_distca.models.mixing_modules import CONVOLUTION_AND_SCAN, DELTA_RULE, KIMI_DELTA_RULE, SCAN
 from hf_distca.predict.shapes import CHUNK
 
 

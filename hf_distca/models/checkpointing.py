@@ -6,7 +6,7 @@ from typing import Any
 from torch import nn
 
 from hf_distca.checks.setting_names import CHECKPOINTING, EARLIER, LATER
-from hf_distca.dispatch.offload import BUFFERS
+from hf_distca.dispatch.host_copies import BUFFERS
 from hf_distca.models.decoder import base_model, decoder_layers
 from hf_distca.plan import AttentionKind
 

@@ -12,7 +12,7 @@ from packaging.version import Version
 from torch import nn
 
 from hf_distca.models.decoder import stock_forward
-from hf_distca.models.mixing import DELTA_RULE, all_mixing_modules, functions
+from hf_distca.models.mixing_modules import DELTA_RULE, all_mixing_modules, functions
 
 # Distributions on which the fault depends. flash-linear-attention before 0.4 has no fla-core.
 FLA = "fla-core"

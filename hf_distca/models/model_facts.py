@@ -27,7 +27,7 @@ from hf_distca.models.decoder import (
     text_decoder,
 )
 from hf_distca.models.kinds import MIXING, layer_types
-from hf_distca.models.rotary import unknown_rotary_modules
+from hf_distca.models.rotary_types import unknown_rotary_modules
 from hf_distca.models.tensor_parallel import is_divided_at_load
 from hf_distca.plan import ATTENTION_NAME
 

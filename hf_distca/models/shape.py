@@ -8,7 +8,7 @@ from transformers import PreTrainedModel
 
 from hf_distca.models.decoder import base_model, has_attention, mixing_layers, mixing_modules
 from hf_distca.models.kinds import layers_by_kind
-from hf_distca.models.mixing import LIGHTNING, RECURRENCES, SCAN, functions
+from hf_distca.models.mixing_modules import LIGHTNING, RECURRENCES, SCAN, functions
 from hf_distca.predict.shapes import MixingShape, ModelShape
 
 LAST = ("out_proj", "o_proj")

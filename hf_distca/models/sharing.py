@@ -11,8 +11,8 @@ from transformers.utils.logging import get_logger
 
 from hf_distca.config import DistCAConfig
 from hf_distca.models.decoder import base_model, text_decoder
-from hf_distca.models.mixing import all_mixing_modules
-from hf_distca.models.rotary import rotary_modules
+from hf_distca.models.mixing_modules import all_mixing_modules
+from hf_distca.models.rotary_types import rotary_modules
 
 logger = get_logger(__name__)
 

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from hf_distca.batches.limits import Limits
 from hf_distca.models.decoder import base_model
-from hf_distca.models.rotary import rope_parameters
+from hf_distca.models.rotary_types import rope_parameters
 
 TABLE_OF_POSITIONS = re.compile(r"(^|\.)(wpe|embed_positions|pos(ition)?s?_(embed|encod)\w*)(\.|$)")
 """Names of tables of positions, such as wpe (GPT-2), embed_positions (OPT) and pos_encoding (CTRL).

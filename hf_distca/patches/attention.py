@@ -19,12 +19,12 @@ from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_f
 from transformers.masking_utils import sdpa_mask
 from transformers.utils.logging import get_logger
 
-from hf_distca.dispatch.attention import disaggregated_attention
 from hf_distca.dispatch.bound import BoundPlan
+from hf_distca.dispatch.core_attention import disaggregated_attention
 from hf_distca.kernels import AttentionParams
 from hf_distca.models.kinds import Reach, attention_reaches
 from hf_distca.models.model_facts import CHANGING_MASKS
-from hf_distca.models.rotary import config_depends_on_length
+from hf_distca.models.rotary_types import config_depends_on_length
 from hf_distca.patches.modules import uncompiled
 from hf_distca.plan import PLAN_KEY
 

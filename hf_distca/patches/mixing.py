@@ -3,10 +3,10 @@
 These are state spaces, linear attention and convolutions.
 
 Each output row depends on earlier rows of the call, across documents. `plan_mixing` gives such a
-module a subclass for planned steps. A module of the table in `hf_distca.models.mixing` runs once on
+module a subclass for planned steps. A module of the table in `models.mixing_modules` runs once on
 all rows, with other functions in place of its convolution and its recurrence
-(`hf_distca.patches.mixing_functions`); its documents may be cut. Any other module runs document by
-document, which is exact for every model and needs whole documents on a rank.
+(`patches.mixing_functions`); its documents may be cut. Any other module runs document by document,
+which is exact for every model and needs whole documents on a rank.
 """
 
 import inspect
@@ -23,7 +23,7 @@ from hf_distca.checks.model_rules import Models
 from hf_distca.dispatch.bound import BoundPlan
 from hf_distca.dispatch.checkpoints import Checkpoints, checkpoints_around
 from hf_distca.models.decoder import mixing_modules, stock_forward
-from hf_distca.models.mixing import LIGHTNING, functions
+from hf_distca.models.mixing_modules import LIGHTNING, functions
 from hf_distca.patches.mixing_functions import MixingCall, lightning_attention, planned_functions
 from hf_distca.patches.modules import subclass, uncompiled
 from hf_distca.patches.split import CACHED, Parts, Sizes, join_results, split_argument

@@ -4,7 +4,7 @@ A mixing module calls them in place of transformers' functions.
 
 Each function takes the rows of all segments that a rank holds, and keeps documents apart.
 Transformers' own functions compute: they may be kernels. What a segment lacks, since its document
-was cut, comes from the ranks with its other segments, see `hf_distca.dispatch.cuts`.
+was cut, comes from the ranks with its other segments, see `hf_distca.dispatch.segment_exchanges`.
 
 A convolution runs on rows with room before each segment: there are the rows before the segment, or
 zeros.
@@ -31,9 +31,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from hf_distca.dispatch.bound import BoundNanoBatch, BoundPlan
-from hf_distca.dispatch.cuts import HaloExchange, Packing, StateExchange, Transition
 from hf_distca.dispatch.executor import without_autocast
-from hf_distca.models import mixing
+from hf_distca.dispatch.segment_exchanges import HaloExchange, Packing, StateExchange, Transition
+from hf_distca.models import mixing_modules
 from hf_distca.models.decoder import stock_forward
 
 Function = Callable[..., Any]
@@ -84,11 +84,11 @@ def planned_functions(stock: dict[str, Any]) -> dict[str, Function]:
     The names are global names of the file of a mixing module.
     """
     planned: dict[str, Function] = {
-        mixing.CONVOLUTION: _convolution,
-        mixing.DELTA_RULE: _delta_rule,
-        mixing.KIMI_DELTA_RULE: _delta_rule,
-        mixing.SCAN: _scan,
-        mixing.CONVOLUTION_AND_SCAN: _convolution_and_scan,
+        mixing_modules.CONVOLUTION: _convolution,
+        mixing_modules.DELTA_RULE: _delta_rule,
+        mixing_modules.KIMI_DELTA_RULE: _delta_rule,
+        mixing_modules.SCAN: _scan,
+        mixing_modules.CONVOLUTION_AND_SCAN: _convolution_and_scan,
     }
 
     def replaced(name: str, *args: Any, **kwargs: Any) -> Any:
@@ -96,8 +96,8 @@ def planned_functions(stock: dict[str, Any]) -> dict[str, Function]:
         function = call.plan.runtime.functions.get(name, stock[name])
         result = planned[name](function, call, *args, **kwargs)
         if result is not None:
-            is_both = name == mixing.CONVOLUTION_AND_SCAN
-            call.mixed += [mixing.CONVOLUTION, mixing.SCAN] if is_both else [name]
+            is_both = name == mixing_modules.CONVOLUTION_AND_SCAN
+            call.mixed += [mixing_modules.CONVOLUTION, mixing_modules.SCAN] if is_both else [name]
         return result
 
     return {name: partial(replaced, name) for name in planned if name in stock}
@@ -316,7 +316,7 @@ def lightning_attention(
     qkv = module.act_fn(module.qkv_proj(hidden_states))
     values = qkv.unflatten(2, (heads, -1))[..., -size:]
     mixed = _recur(call, (qkv,), values, False, ((heads,), (heads, size, size)), run)
-    call.mixed.append(mixing.LIGHTNING)
+    call.mixed.append(mixing_modules.LIGHTNING)
     gate = functional.sigmoid(module.output_gate(hidden_states))
     return module.out_proj(gate * module.norm(mixed.flatten(2))), None
 

@@ -25,7 +25,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from hf_distca.dispatch.bound import BoundPlan
 from hf_distca.models.decoder import base_model, stock_forward
-from hf_distca.models.rotary import SCALING_BY_LENGTH, depends_on_length, rotary_modules
+from hf_distca.models.rotary_types import SCALING_BY_LENGTH, depends_on_length, rotary_modules
 from hf_distca.patches.modules import subclass, uncompiled
 from hf_distca.patches.split import Parts, join_results
 from hf_distca.plan import PLAN_KEY

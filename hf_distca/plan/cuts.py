@@ -10,9 +10,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from hf_distca.plan import Layout
+from hf_distca.plan.arrays import IntArray
 from hf_distca.plan.intervals import (
     ROWS,
-    IntArray,
     Table,
     by_document,
     expand,

@@ -8,9 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hf_distca.plan import TASK
+from hf_distca.plan.arrays import IntArray
 
-IntArray = NDArray[np.int64]
-FloatArray = NDArray[np.float64]
 Table = NDArray[np.void]
 
 ROWS = np.dtype([("document", np.int64), ("start", np.int64), ("stop", np.int64)])

@@ -3,7 +3,8 @@
 import numpy as np
 
 from hf_distca.plan import Branches
-from hf_distca.plan.intervals import IntArray, Table
+from hf_distca.plan.arrays import IntArray
+from hf_distca.plan.intervals import Table
 
 
 def along_paths(rows: Table, branches: Branches) -> tuple[Table, IntArray]:

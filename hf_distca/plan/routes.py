@@ -17,10 +17,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from hf_distca.plan import Branches, Plan
+from hf_distca.plan.arrays import IntArray
 from hf_distca.plan.cost import pairs
 from hf_distca.plan.intervals import (
     ROWS,
-    IntArray,
     Table,
     by_document,
     expand,

@@ -40,7 +40,7 @@ from typing import Literal
 import numpy as np
 
 from hf_distca.plan import Direction
-from hf_distca.plan.intervals import FloatArray
+from hf_distca.plan.arrays import FloatArray
 
 Turn = Literal["alone", "first", "second"]
 """Position of a nano-batch in a layer: it is alone, begins the forward, or follows."""

@@ -22,10 +22,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from hf_distca.plan import TASK, AttentionKind, Layout, Plan
+from hf_distca.plan.arrays import FloatArray, IntArray
 from hf_distca.plan.cost import Workers, pairs, row_reaching
 from hf_distca.plan.intervals import (
-    FloatArray,
-    IntArray,
     Table,
     by_document,
     cut_at,

@@ -12,10 +12,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from hf_distca.plan import TASK, AttentionKind, Layout
+from hf_distca.plan.arrays import FloatArray, IntArray
 from hf_distca.plan.cost import Workers, pairs, pairs_at, row_reaching
 from hf_distca.plan.intervals import (
-    FloatArray,
-    IntArray,
     Table,
     grain,
     joined,

@@ -11,13 +11,11 @@ from heapq import heapify, heappop, heappush, heapreplace
 from typing import Any, TypeVar
 
 import numpy as np
-from numpy.typing import NDArray
 
 from hf_distca.checks.refusal import RefusedError
+from hf_distca.plan.arrays import FloatArray, IntArray
 from hf_distca.plan.cost import as_lengths
 
-IntArray = NDArray[np.int64]
-FloatArray = NDArray[np.float64]
 Item = TypeVar("Item")
 Preference = Callable[[int], Any]
 """Number or tuple of numbers of a bin; the bin with the least one is preferred. It may change only

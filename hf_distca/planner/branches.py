@@ -11,7 +11,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from hf_distca.plan import AttentionKind, Branches, Layout
-from hf_distca.plan.intervals import ROWS, FloatArray, IntArray, Table, overlaps
+from hf_distca.plan.arrays import FloatArray, IntArray
+from hf_distca.plan.intervals import ROWS, Table, overlaps
 from hf_distca.predict.seconds import StepCosts
 from hf_distca.predict.walk import document_seconds
 

@@ -15,9 +15,10 @@ from hf_distca.plan import (
     PlanChoice,
     PlanSummary,
 )
+from hf_distca.plan.arrays import IntArray
 from hf_distca.plan.cost import pairs
-from hf_distca.plan.intervals import IntArray, local_tasks
-from hf_distca.plan.metrics import exchange_figures, loads_of
+from hf_distca.plan.figures import exchange_figures, loads_of
+from hf_distca.plan.intervals import local_tasks
 from hf_distca.plan.stages import usual_stages, with_stages
 from hf_distca.planner.balance import balance
 from hf_distca.planner.bin_packing import split_documents, whole_documents

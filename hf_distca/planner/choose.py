@@ -30,9 +30,9 @@ from operator import attrgetter
 from typing import Literal
 
 import numpy as np
-from numpy.typing import NDArray
 
 from hf_distca.plan import AttentionKind, MicroBatchPlan, NanoBatch, PlanChoice
+from hf_distca.plan.arrays import FloatArray, IntArray
 from hf_distca.plan.nodes import node_sizes
 from hf_distca.plan.stages import usual_stages
 from hf_distca.planner.branches import Forest, seconds_of
@@ -45,7 +45,8 @@ from hf_distca.planner.build import (
     packed_in_order,
 )
 from hf_distca.planner.division import LONG_SHARE
-from hf_distca.planner.groups import (
+from hf_distca.planner.layout import check_capacity
+from hf_distca.planner.rank_groups import (
     Placing,
     joined_nodes,
     nano_batches_in_groups,
@@ -53,13 +54,9 @@ from hf_distca.planner.groups import (
     place_in_groups,
     place_on_ranks,
 )
-from hf_distca.planner.layout import check_capacity
 from hf_distca.planner.settings import UNBALANCED, PlanSettings
 from hf_distca.predict.counts import CountedPlan, count_nano_batches
 from hf_distca.predict.walk import Walked, in_stages, predict_step
-
-IntArray = NDArray[np.int64]
-FloatArray = NDArray[np.float64]
 
 GOOD_ENOUGH = 0.01
 """A plan that saves less than this share of a step is not looked for: predictions are wrong by more

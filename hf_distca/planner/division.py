@@ -12,14 +12,11 @@ on all ranks of several nodes. Then each node's other documents are divided over
 from collections.abc import Iterable, Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
 from hf_distca.plan import SEGMENT
+from hf_distca.plan.arrays import FloatArray, IntArray
 from hf_distca.plan.intervals import Table, joined, row_counts, table_of
 from hf_distca.planner.bin_packing import NOWHERE, Bins, largest_first
-
-IntArray = NDArray[np.int64]
-FloatArray = NDArray[np.float64]
 
 LONG_SHARE = 0.25
 """Share of a rank's work from which a document is divided over all ranks; shorter ones balance well

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hf_distca.plan import Branches
-from hf_distca.plan.intervals import IntArray
+from hf_distca.plan.arrays import IntArray
 
 BLOCK = 128
 """Tokens of a block. A branch begins at a block, so shorter equal beginnings are not shared."""

@@ -14,9 +14,9 @@ from itertools import count
 import numpy as np
 
 from hf_distca.plan import Branches, MicroBatchPlan
+from hf_distca.plan.arrays import IntArray
 from hf_distca.plan.intervals import (
     ROWS,
-    IntArray,
     Table,
     by_document,
     overlaps,

@@ -10,14 +10,12 @@ from collections.abc import Iterable
 from itertools import islice
 
 import numpy as np
-from numpy.typing import NDArray
 
+from hf_distca.plan.arrays import IntArray
 from hf_distca.planner.bin_packing import ranks_of_whole
 from hf_distca.planner.micro_batch import plan_micro_batch
 from hf_distca.planner.settings import PlanSettings
 from hf_distca.predict.walk import document_seconds
-
-IntArray = NDArray[np.int64]
 
 PAYS = 1.05
 """Least predicted speed-up per token for which micro-batches are smaller.

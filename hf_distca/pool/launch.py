@@ -22,6 +22,7 @@ from torch.cuda import device_count, is_available
 
 from hf_distca.checks.refusal import RefusedError
 from hf_distca.dispatch.dispatcher import Dispatcher
+from hf_distca.dispatch.threads import in_thread, wait_until
 from hf_distca.pool.child import serve_from_child
 from hf_distca.pool.directory import Directory
 from hf_distca.pool.nixl import address_towards
@@ -29,7 +30,6 @@ from hf_distca.pool.rank.pool import Pool
 from hf_distca.pool.token import make_token, parse_address, read_token, write_token
 from hf_distca.pool.transport import Choice, Memory, make_memory
 from hf_distca.server_settings import AttentionServers
-from hf_distca.waiting import in_thread, wait_until
 
 logger = logging.getLogger(__name__)
 

@@ -12,9 +12,10 @@ from dataclasses import replace
 import numpy as np
 
 from hf_distca.plan import AttentionKind, MicroBatchPlan, Plan
+from hf_distca.plan.arrays import IntArray
 from hf_distca.plan.cost import Workers, pairs
-from hf_distca.plan.intervals import IntArray, by_document, cut_at, merged, moved_by
-from hf_distca.plan.metrics import exchange_figures, link_seconds, loads_of
+from hf_distca.plan.figures import exchange_figures, link_seconds, loads_of
+from hf_distca.plan.intervals import by_document, cut_at, merged, moved_by
 from hf_distca.plan.stages import usual_stages, with_stages
 from hf_distca.planner.balance import balance, ideals_inside
 from hf_distca.planner.balancing_pass import Problem, balancing_pass
@@ -145,7 +146,7 @@ def plan_lost(
     together.
     """
     # 1. Local tasks, and tasks balanced anywhere or inside nodes.
-    local = local_tasks(plan, workers)
+    local = tasks_of_ranks(plan, workers)
     repairs = [local, _balanced_again(local, (0,) * local.workers, kind, settings)]
     if local.nodes is not None:
         repairs.append(_balanced_again(local, local.nodes, kind, settings))
@@ -154,7 +155,7 @@ def plan_lost(
     rank_nodes = settings.node_of_ranks
     counts = [count_plan(repair, kind, settings.bytes_per_value, rank_nodes) for repair in repairs]
     seconds = [
-        seconds_of(repair, plan_counts, settings, pairs_per_second)
+        seconds_with_servers(repair, plan_counts, settings, pairs_per_second)
         for repair, plan_counts in zip(repairs, counts, strict=True)
     ]
     soonest = int(np.argmin(seconds))
@@ -182,7 +183,7 @@ def _balanced_again(
     return replace(local, tasks=moved_by(balanced, -problem.origin))
 
 
-def local_tasks(plan: Plan, workers: Collection[int]) -> Plan:
+def tasks_of_ranks(plan: Plan, workers: Collection[int]) -> Plan:
     """Return the tasks of some workers alone, each row at the rank that holds it, in one stage."""
     ranks = plan.layout.ranks
     lost = plan.tasks.compress(np.isin(plan.tasks["worker"], list(workers)))
@@ -193,7 +194,7 @@ def local_tasks(plan: Plan, workers: Collection[int]) -> Plan:
     return Plan(plan.layout, tasks, ranks, plan.window, nodes=nodes)
 
 
-def seconds_of(
+def seconds_with_servers(
     plan: Plan, counts: CountedPlan, settings: PlanSettings, pairs_per_second: float
 ) -> float:
     """Return the seconds of the busiest rank's pairs and of the busiest link's bytes.

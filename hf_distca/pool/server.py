@@ -21,6 +21,8 @@ from torch import Tensor
 
 from hf_distca.dispatch.bound import BoundTasks
 from hf_distca.dispatch.rows import IndexBuffer, RowSum, take
+from hf_distca.dispatch.threads import REPORT_S
+from hf_distca.dispatch.threads import join as join_thread
 from hf_distca.kernels import AttentionParams, Kernel, Need
 from hf_distca.kernels.speed import measure_speed
 from hf_distca.plan import AttentionKind, Plan
@@ -50,8 +52,6 @@ from hf_distca.pool.wire import (
     ProtocolError,
 )
 from hf_distca.units import counted
-from hf_distca.waiting import REPORT_S
-from hf_distca.waiting import join as join_thread
 
 logger = logging.getLogger(__name__)
 

@@ -3,11 +3,11 @@
 from dataclasses import replace
 
 from hf_distca.plan import MicroBatchPlan
+from hf_distca.plan.arrays import IntArray
 from hf_distca.plan.cost import Workers
 from hf_distca.planner.micro_batch import plan_micro_batch
 from hf_distca.pool.planning import plan_with_servers
 from hf_distca.run import RunSpec
-from hf_distca.sim.lengths import IntArray
 from hf_distca.sim.strategies import StepTime, Strategy, step_of_plan
 from hf_distca.units import counted
 

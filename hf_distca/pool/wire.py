@@ -21,8 +21,8 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
+from hf_distca.dispatch.threads import join
 from hf_distca.pool.messages import Message, Refused, decode, encode
-from hf_distca.waiting import join
 
 logger = logging.getLogger(__name__)
 

@@ -6,7 +6,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from hf_distca.plan import MicroBatchPlan
-from hf_distca.predict.seconds import FloatArray, StepCosts
+from hf_distca.plan.arrays import FloatArray
+from hf_distca.predict.seconds import StepCosts
 from hf_distca.predict.walk import predict_plan
 
 TOLERATED_ERROR = 0.1

@@ -9,9 +9,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hf_distca.plan import AttentionKind, NanoBatch, Plan
+from hf_distca.plan.arrays import IntArray
 from hf_distca.plan.cost import RowBytes, pairs
-from hf_distca.plan.intervals import IntArray, Table, row_counts
-from hf_distca.plan.metrics import RowsMoved, rows_between, rows_by_link
+from hf_distca.plan.figures import RowsMoved, rows_between, rows_by_link
+from hf_distca.plan.intervals import Table, row_counts
 from hf_distca.plan.moves import held_pairs, rows_to_move
 from hf_distca.predict.seconds import DIAGONAL_ROWS, Tasks
 

@@ -5,11 +5,9 @@ from dataclasses import dataclass, replace
 from itertools import combinations
 
 import numpy as np
-from numpy.typing import NDArray
 
 from hf_distca.plan import AttentionKind, Direction
-
-FloatArray = NDArray[np.float64]
+from hf_distca.plan.arrays import FloatArray
 
 DIAGONAL_ROWS = 512
 """Keys in a block of the CPU kernel, the largest block of any kernel.

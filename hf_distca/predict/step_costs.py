@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 
 from hf_distca.plan import AttentionKind
-from hf_distca.predict.profile import DeviceProfile
+from hf_distca.predict.device_profile import DeviceProfile
 from hf_distca.predict.seconds import KindCosts, MixingCosts, StepCosts
 from hf_distca.predict.shapes import MixingShape, ModelShape
 

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hf_distca.plan import AttentionKind, Direction, Layout, MicroBatchPlan
+from hf_distca.plan.arrays import FloatArray, IntArray
 from hf_distca.plan.cost import pairs
 from hf_distca.plan.schedule import (
     CallKey,
@@ -27,10 +28,8 @@ from hf_distca.plan.schedule import (
 )
 from hf_distca.plan.stages import stage_rows
 from hf_distca.predict.counts import CountedPlan, count_nano_batches
-from hf_distca.predict.mixing import CountedCuts, MixingLayers, count_cuts
-from hf_distca.predict.seconds import DIAGONAL_ROWS, FloatArray, KernelCost, Links, StepCosts, Tasks
-
-IntArray = NDArray[np.int64]
+from hf_distca.predict.mixing_layers import CountedCuts, MixingLayers, count_cuts
+from hf_distca.predict.seconds import DIAGONAL_ROWS, KernelCost, Links, StepCosts, Tasks
 
 WALKED_LAYERS = 2
 """Number of layers to walk. The last one counts: it begins while exchanges of the one before still

@@ -5,9 +5,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
-from numpy.typing import NDArray
 
-IntArray = NDArray[np.int64]
+from hf_distca.plan.arrays import IntArray
+
 Draw = Callable[[np.random.Generator, int], IntArray]
 """Function that draws a number of lengths."""
 

@@ -6,6 +6,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from hf_distca.sim.compare import SECONDS, columns_of, parts_of_step
 from hf_distca.sim.drawing import (
     Drawing,
     lengths_picture,
@@ -13,7 +14,6 @@ from hf_distca.sim.drawing import (
     stacks_picture,
     style_sheet,
 )
-from hf_distca.sim.simulate import SECONDS, columns_of, parts_of_step
 from hf_distca.sim.strategies import PLAIN
 from hf_distca.units import counted
 

@@ -11,15 +11,15 @@ from functools import partial
 import numpy as np
 
 from hf_distca.plan import MicroBatchPlan
+from hf_distca.plan.arrays import IntArray
 from hf_distca.planner.bin_packing import Bins, largest_first
 from hf_distca.planner.micro_batch import plan_micro_batch
 from hf_distca.planner.settings import PlanSettings
 from hf_distca.predict.counts import count_nano_batches
-from hf_distca.predict.mixing import count_cuts
+from hf_distca.predict.mixing_layers import count_cuts
 from hf_distca.predict.walk import Walked, document_seconds, predict_step
 from hf_distca.run import RunSpec
-from hf_distca.sim.groups import ONE_RANK, Documents, Group
-from hf_distca.sim.lengths import IntArray
+from hf_distca.sim.context_parallel import ONE_RANK, Documents, Group
 
 
 @dataclass(frozen=True, eq=False)

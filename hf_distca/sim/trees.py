@@ -6,9 +6,10 @@ from itertools import islice
 
 import numpy as np
 
+from hf_distca.plan.arrays import IntArray
 from hf_distca.planner import prefixes
 from hf_distca.planner.prefixes import Hashes
-from hf_distca.sim.lengths import Draw, IntArray, corpora
+from hf_distca.sim.lengths import Draw, corpora
 
 TURNS = 41
 """Turns of a session: the mean on the card of

@@ -15,7 +15,8 @@ from hf_distca.checks.refusal import check
 from hf_distca.checks.run_rules import Run
 from hf_distca.config import DistCAConfig
 from hf_distca.dispatch.dispatcher import Dispatcher
-from hf_distca.dispatch.groups import (
+from hf_distca.dispatch.padded_rows import PaddedBatches
+from hf_distca.dispatch.process_groups import (
     Groups,
     RankMesh,
     first_difference,
@@ -24,18 +25,17 @@ from hf_distca.dispatch.groups import (
     raised_together,
     ranks_per_node,
 )
-from hf_distca.dispatch.padded import PaddedBatches
 from hf_distca.models import fla
 from hf_distca.models.checkpointing import layers_with_checkpoints
 from hf_distca.models.decoder import base_model, mixing_layers
+from hf_distca.models.describe import describe_run
 from hf_distca.models.loading import plan_attention
 from hf_distca.models.model_facts import check_is_model
-from hf_distca.models.settings import describe_run
 from hf_distca.models.sharing import shares_prefixes, why_sequences_stay_alone
 from hf_distca.models.tables import model_limits
 from hf_distca.patches.head import adapted_heads
 from hf_distca.patches.layers import plan_layers
-from hf_distca.patches.padded import pack_backbone
+from hf_distca.patches.padded_models import pack_backbone
 from hf_distca.patches.prepare import prepare_model
 from hf_distca.run import RunSpec
 from hf_distca.trainer import parallel

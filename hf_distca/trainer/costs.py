@@ -14,16 +14,17 @@ from transformers import TrainerCallback, TrainerState
 
 from hf_distca.config import DistCAConfig
 from hf_distca.dispatch.dispatcher import Dispatcher
-from hf_distca.dispatch.groups import raised_together
 from hf_distca.dispatch.peers import PeerExchanges
+from hf_distca.dispatch.process_groups import raised_together
 from hf_distca.dispatch.recorder import Recording, Span
 from hf_distca.plan import MicroBatchPlan
+from hf_distca.plan.arrays import FloatArray
 from hf_distca.predict.corrections import Corrections
-from hf_distca.predict.device import measured_profile, name_of
-from hf_distca.predict.links import with_links
-from hf_distca.predict.profile import DeviceProfile
-from hf_distca.predict.seconds import FloatArray, KernelCost, StepCosts
+from hf_distca.predict.device_profile import DeviceProfile
+from hf_distca.predict.seconds import KernelCost, StepCosts
 from hf_distca.predict.walk import predict_plan
+from hf_distca.profiling.device import measured_profile, name_of
+from hf_distca.profiling.links import with_links
 from hf_distca.run import RunSpec
 from hf_distca.units import AUTO
 

@@ -32,6 +32,7 @@ from hf_distca.collator.documents import (
     document_lengths,
     is_stored,
 )
+from hf_distca.collator.forking import FORK_HANGS, fork_can_hang
 from hf_distca.collator.padding_free import CollatorWithLengths
 from hf_distca.collator.prefixes import (
     SharedBeginnings,
@@ -44,8 +45,7 @@ from hf_distca.collator.streams import NOTHING_READ, StreamPacker
 from hf_distca.collator.summary import documents_summary
 from hf_distca.dispatch.bound import BoundPlan
 from hf_distca.dispatch.dispatcher import Dispatcher
-from hf_distca.dispatch.groups import Groups
-from hf_distca.interpreter import FORK_HANGS, fork_can_hang
+from hf_distca.dispatch.process_groups import Groups
 from hf_distca.models.sharing import log_alone
 from hf_distca.plan import PLAN_KEY, MicroBatchPlan
 from hf_distca.trainer.arguments import DistCAPaddedArguments

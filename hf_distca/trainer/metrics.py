@@ -16,14 +16,14 @@ from transformers import TrainerCallback
 from hf_distca.config import DistCAConfig
 from hf_distca.dispatch.bound import BoundPlan, Ran
 from hf_distca.dispatch.dispatcher import Dispatcher
-from hf_distca.dispatch.padded import PackedBatch
+from hf_distca.dispatch.padded_rows import PackedBatch
 from hf_distca.kernels.speed import peak_flops
 from hf_distca.models.decoder import base_model
 from hf_distca.models.kinds import layers_by_kind
 from hf_distca.models.shape import count_of, weights_met
 from hf_distca.plan import AttentionKind, MicroBatchPlan, PlanChoice
 from hf_distca.plan.cost import pairs
-from hf_distca.plan.metrics import loads_of
+from hf_distca.plan.figures import loads_of
 from hf_distca.pool.rank.pool import FIGURES
 from hf_distca.trainer.costs import LearnedCosts
 from hf_distca.units import AUTO

@@ -10,7 +10,7 @@ import psutil
 from hf_distca.checks.run_rules import Run
 from hf_distca.config import DistCAConfig
 from hf_distca.dispatch.dispatcher import Dispatcher
-from hf_distca.dispatch.offload import CHUNK_BYTES, ActivationOffload, HostMemory
+from hf_distca.dispatch.host_copies import CHUNK_BYTES, ActivationOffload, HostMemory
 from hf_distca.models.checkpointing import checkpoint_row_bytes, offloaded_layers
 from hf_distca.models.decoder import base_model
 from hf_distca.patches.offload import offload_checkpoints

@@ -23,7 +23,7 @@ from torch.distributed.fsdp import (
 from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel, TrainingArguments
 
-from hf_distca.dispatch.groups import in_world
+from hf_distca.dispatch.process_groups import in_world
 from hf_distca.models.decoder import base_model, text_decoder
 from hf_distca.models.tensor_parallel import is_divided_at_load
 

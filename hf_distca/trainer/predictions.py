@@ -24,7 +24,7 @@ from transformers.trainer_pt_utils import nested_numpify
 
 from hf_distca.batches.limits import IGNORED_TARGET
 from hf_distca.checks.run_rules import Run
-from hf_distca.dispatch.groups import Groups
+from hf_distca.dispatch.process_groups import Groups
 from hf_distca.plan import MicroBatchPlan
 
 Function = Callable[[Tensor, Tensor], Any]

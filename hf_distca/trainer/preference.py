@@ -16,7 +16,7 @@ from transformers.utils.logging import get_logger
 
 from hf_distca.checks.refusal import PackageError
 from hf_distca.models.loading import planned_attention
-from hf_distca.patches.padded import plan_ahead
+from hf_distca.patches.padded_models import plan_ahead
 from hf_distca.trainer.arguments import DistCAPaddedArguments
 from hf_distca.trainer.padded import DistCAPaddedMixin
 from hf_distca.trainer.rollouts import kept_together, why_shuffled

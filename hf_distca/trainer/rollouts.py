@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from hf_distca.dispatch.groups import Groups
+from hf_distca.dispatch.process_groups import Groups
 from hf_distca.planner import prefixes
 
 LOSSES = ("grpo", "sapo", "dr_grpo", "luspo", "dapo", "cispo", "vespo")

@@ -10,7 +10,7 @@ from transformers import MistralConfig, PreTrainedConfig
 
 import hf_distca
 from hf_distca.cli.model import CASES, memory_rows, memory_table
-from hf_distca.cli.offload import offload_lines
+from hf_distca.cli.offload_report import offload_lines
 from hf_distca.collator import texts
 from hf_distca.memory.counter import MemoryCounter
 from hf_distca.planner.micro_batch import plan_micro_batch

@@ -16,10 +16,10 @@ from hf_distca.cli.simulate import _aligned
 from hf_distca.models.fake import model_of_config
 from hf_distca.models.shape import model_shape
 from hf_distca.plan import AttentionKind
-from hf_distca.predict import device
-from hf_distca.predict.profile import Accuracy, DeviceProfile
+from hf_distca.predict.device_profile import Accuracy, DeviceProfile
 from hf_distca.predict.seconds import KernelCost
 from hf_distca.predict.shapes import ModelShape
+from hf_distca.profiling import device
 from tests.survey.tiny import tiny_config
 
 SETTING = ["simulate", "--ranks", "8", "--tokens-per-rank", "4096", "--batches", "2"]
@@ -375,7 +375,7 @@ def test_the_printed_speed_is_that_of_a_long_document(tmp_path, run, monkeypatch
     ids=["output", "heads", "kernel", "memory"],
 )
 def test_errors_come_before_measuring(tmp_path, run, monkeypatch, options, message):
-    monkeypatch.setattr(device, "seconds_of", lambda *_: pytest.fail("measured"))
+    monkeypatch.setattr(device, "median_seconds", lambda *_: pytest.fail("measured"))
     status, _, error = run("profile", "--output", str(tmp_path / "mine.json"), *SIZES, *options)
     assert status == 2, error
     assert message in error, error

@@ -7,9 +7,9 @@ from hypothesis import strategies as st
 
 from hf_distca.batches.limits import NO_LIMITS, Limits
 from hf_distca.checks.data_rules import Data
+from hf_distca.collator.micro_batch_choice import draws_for_whole_ranks
 from hf_distca.collator.sampler import GlobalBatchSampler, fit_documents
 from hf_distca.collator.summary import documents_summary
-from hf_distca.collator.whole_ranks import draws_for_whole_ranks
 from tests.planner.test_choose import FREE, SLOW
 from tests.planner.test_whole_ranks import settings as slow_or_free
 from tests.refused import refused

@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from hf_distca.dispatch.attention import disaggregated_attention
 from hf_distca.dispatch.bound import BoundNanoBatch
+from hf_distca.dispatch.core_attention import disaggregated_attention
 from hf_distca.dispatch.dispatcher import Dispatcher
 from hf_distca.dispatch.recorder import NO_ROWS
 from hf_distca.dispatch.rows import IndexBuffer, take
@@ -28,11 +28,11 @@ from hf_distca.patches.head import plan_head
 from hf_distca.patches.layers import plan_layers
 from hf_distca.plan import TASK, MicroBatchPlan, NanoBatch, Plan
 from hf_distca.plan.cost import Workers
-from hf_distca.plan.metrics import loads_of
+from hf_distca.plan.figures import loads_of
 from hf_distca.planner.layout import fixed_layout
 from hf_distca.planner.micro_batch import plan_micro_batch, plan_placed
 from hf_distca.planner.settings import PlanSettings
-from hf_distca.pool.planning import local_tasks, plan_lost, plan_with_servers
+from hf_distca.pool.planning import plan_lost, plan_with_servers, tasks_of_ranks
 from hf_distca.pool.server import ServedTasks
 from tests.models_and_batches import (
     CHUNK_BYTES,
@@ -507,7 +507,7 @@ class Servers:
         workers = [plan.layout.ranks + server for server in lost]
         repaired = plan_lost(plan, workers, kind, self.settings, pairs_per_second=1e6)
         self.events.append(
-            ("repair", loads_of(local_tasks(plan, workers)).max(), loads_of(repaired).max())
+            ("repair", loads_of(tasks_of_ranks(plan, workers)).max(), loads_of(repaired).max())
         )
         return repaired
 

@@ -13,7 +13,7 @@ from hf_distca.dispatch import rows as rows_module
 from hf_distca.dispatch.bound import BoundRoutes, GradientSum
 from hf_distca.dispatch.exchange import LAYOUTS_KEPT, Exchange, Route, rounded_up
 from hf_distca.dispatch.executor import _Gradients, _Outputs
-from hf_distca.dispatch.groups import Groups
+from hf_distca.dispatch.process_groups import Groups
 from hf_distca.dispatch.rows import (
     IndexBuffer,
     RowSum,

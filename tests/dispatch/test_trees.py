@@ -21,7 +21,7 @@ from hypothesis import Phase, event, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from hf_distca.dispatch.attention import disaggregated_attention
+from hf_distca.dispatch.core_attention import disaggregated_attention
 from hf_distca.dispatch.dispatcher import Dispatcher
 from hf_distca.kernels import AttentionParams
 from hf_distca.plan import TASK, AttentionKind, MicroBatchPlan, Plan

@@ -28,7 +28,7 @@ from hf_distca.kernel_names import KernelPackage
 from hf_distca.kernels.cpu import CpuKernel
 from hf_distca.planner.micro_batch import plan_placed
 from hf_distca.planner.settings import PlanSettings
-from hf_distca.predict import device as measured
+from hf_distca.profiling import device as measured
 
 WIDE = {
     "hidden_size": 32,

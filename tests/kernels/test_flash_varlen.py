@@ -17,7 +17,7 @@ from hf_distca.kernels import (
     TaskShapes,
     choose_kernel,
     get_kernel,
-    split,
+    split_calls,
     varlen,
 )
 from hf_distca.kernels.versions import PACKAGES
@@ -90,8 +90,8 @@ def test_matches_reference_around_a_stand_in(name, case, machine, monkeypatch):
     if case == "gqa" or (name == "flash_attn" and case in TELLING):
         # As many calls as lengths allow: tasks of other lengths than their neighbours' are calls of
         # their own.
-        monkeypatch.setattr(split, "CALL_NS", 0.0)
-        monkeypatch.setattr(split, "BLOCK", 1)
+        monkeypatch.setattr(split_calls, "CALL_NS", 0.0)
+        monkeypatch.setattr(split_calls, "BLOCK", 1)
         assert_matches_reference(get_kernel(name, CUDA), CASES[case], torch.bfloat16)
     if case == "gqa":
         many = {

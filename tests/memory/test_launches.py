@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from transformers.integrations import liger, moe
 from transformers.models.llama import modeling_llama
 
+from hf_distca.memory.counted_step import count_peaks
 from hf_distca.memory.counter import MemoryCounter
 from hf_distca.memory.launches import without_launches
-from hf_distca.memory.micro_batch import count_peaks
 from hf_distca.models.fake import fake_tensors, model_after
 from hf_distca.planner.micro_batch import plan_micro_batch
 from hf_distca.planner.settings import PlanSettings

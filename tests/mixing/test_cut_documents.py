@@ -13,10 +13,10 @@ from transformers.models.lfm2 import modeling_lfm2
 from transformers.models.qwen3_next import modeling_qwen3_next
 
 from hf_distca import DistCAConfig
-from hf_distca.dispatch.cuts import StateExchange
 from hf_distca.dispatch.exchange import Exchange
+from hf_distca.dispatch.segment_exchanges import StateExchange
 from hf_distca.models.checkpointing import enable_checkpointing
-from hf_distca.models.mixing import DELTA_RULE, FUNCTIONS
+from hf_distca.models.mixing_modules import DELTA_RULE, FUNCTIONS
 from hf_distca.trainer.assembly import make_dispatcher
 from tests.mixing.steps import Step, assert_equal, cut_plan, make_model, reference, step
 from tests.models_and_batches import cut_rows, random_documents

@@ -11,7 +11,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import Checkpoi
 
 from hf_distca import DistCAConfig, describe_run
 from hf_distca.models.decoder import decoder_attentions, is_attention, mixing_layers, mixing_modules
-from hf_distca.models.mixing import uncuttable
+from hf_distca.models.mixing_modules import uncuttable
 from hf_distca.patches.layers import plan_layers
 from hf_distca.planner.micro_batch import plan_micro_batch
 from hf_distca.trainer.assembly import make_dispatcher

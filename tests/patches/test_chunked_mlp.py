@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from hf_distca.memory.micro_batch import count_peaks
+from hf_distca.memory.counted_step import count_peaks
 from hf_distca.models.checkpointing import enable_checkpointing
 from hf_distca.models.fake import model_after
 from hf_distca.patches.chunked_mlp import chunk_layers

@@ -17,7 +17,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 from torch.nn.parallel import DistributedDataParallel
 
 from hf_distca import DistCAConfig
-from hf_distca.dispatch.offload import ActivationOffload, HostMemory
+from hf_distca.dispatch.host_copies import ActivationOffload, HostMemory
 from hf_distca.models.checkpointing import checkpoint_row_bytes, enable_checkpointing
 from hf_distca.models.decoder import decoder_layers
 from hf_distca.patches.offload import offload_checkpoints

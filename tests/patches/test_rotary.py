@@ -13,11 +13,11 @@ from transformers import AutoConfig
 
 from hf_distca import Dispatcher, DistCAConfig, describe_run, make_dispatcher
 from hf_distca.checks.model_rules import Models
+from hf_distca.memory.counted_step import count_peaks
 from hf_distca.memory.counter import MemoryCounter
-from hf_distca.memory.micro_batch import count_peaks
 from hf_distca.models.checkpointing import enable_checkpointing
 from hf_distca.models.fake import model_after, model_of_config
-from hf_distca.models.rotary import config_depends_on_length
+from hf_distca.models.rotary_types import config_depends_on_length
 from hf_distca.patches.prepare import prepare_model
 from hf_distca.patches.rotary import plan_rotary
 from hf_distca.planner.micro_batch import plan_micro_batch

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from hf_distca.plan import TASK, AttentionKind, ExchangeFigures, Plan
 from hf_distca.plan.cost import RowBytes
 from hf_distca.plan.cuts import chains, halos
-from hf_distca.plan.intervals import table_of
-from hf_distca.plan.metrics import (
+from hf_distca.plan.figures import (
     BETWEEN,
     WITHIN,
     bytes_by_link,
@@ -20,6 +19,7 @@ from hf_distca.plan.metrics import (
     link_seconds,
     loads_of,
 )
+from hf_distca.plan.intervals import table_of
 from hf_distca.plan.moves import MOVE, forward_inside_nodes, rows_to_move
 from hf_distca.plan.routes import CallTasks, make_routes, nothing_moves
 from hf_distca.plan.stages import SMALLEST_STAGE, STAGES_ALONE, rows_by_stage, with_stages

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from benchmarks.planner_inputs import measure
 from hf_distca.plan import TASK, AttentionKind
 from hf_distca.plan.cost import RowBytes, Workers, as_lengths, pairs, pairs_at, row_reaching
+from hf_distca.plan.figures import BETWEEN, bytes_by_link, loads_of
 from hf_distca.plan.intervals import grain
-from hf_distca.plan.metrics import BETWEEN, bytes_by_link, loads_of
 from hf_distca.planner.balance import ideals_inside, tasks_of_workers
 from hf_distca.planner.balancing_pass import Price, Problem, plan_flows, take
 from hf_distca.planner.layout import fixed_layout

@@ -9,7 +9,7 @@ import pytest
 
 from hf_distca.plan import AttentionKind
 from hf_distca.plan.cost import RowBytes
-from hf_distca.plan.metrics import bytes_moved, loads_of
+from hf_distca.plan.figures import bytes_moved, loads_of
 from hf_distca.plan.stages import rows_by_stage
 from hf_distca.planner import choose
 from hf_distca.planner.build import packed_in_order
@@ -19,8 +19,8 @@ from hf_distca.planner.choose import (
     _Search,
     fastest_of,
 )
-from hf_distca.planner.groups import Placing
 from hf_distca.planner.micro_batch import plan_micro_batch, plan_placed
+from hf_distca.planner.rank_groups import Placing
 from hf_distca.planner.settings import UNBALANCED, PlanSettings
 from hf_distca.predict.counts import count_plan
 from hf_distca.predict.seconds import KernelCost, KindCosts, LinkCost, Links, StepCosts

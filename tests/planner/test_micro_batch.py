@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from hf_distca.plan import AttentionKind
 from hf_distca.plan.cost import RowBytes, Workers
-from hf_distca.plan.metrics import bytes_moved, loads_of
+from hf_distca.plan.figures import bytes_moved, loads_of
 from hf_distca.planner.layout import fixed_layout, layout_of_kind, mirrored
 from hf_distca.planner.micro_batch import plan_micro_batch, plan_placed
 from hf_distca.planner.settings import PlanSettings

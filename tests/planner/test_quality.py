@@ -11,12 +11,12 @@ from benchmarks.harness.simulated import simulated_run
 from benchmarks.planner_inputs import measure, read_batches
 from hf_distca.plan import TASK, AttentionKind, MicroBatchPlan, Plan
 from hf_distca.plan.cost import RowBytes, pairs
-from hf_distca.plan.metrics import bytes_moved, loads_of
+from hf_distca.plan.figures import bytes_moved, loads_of
 from hf_distca.planner.layout import fixed_layout
 from hf_distca.planner.micro_batch import plan_micro_batch
 from hf_distca.planner.settings import PlanSettings
 from hf_distca.predict.shapes import LLAMA_8B
-from hf_distca.sim.groups import ONE_RANK, Group
+from hf_distca.sim.context_parallel import ONE_RANK, Group
 from hf_distca.sim.strategies import plain, whole_documents
 from tests.planner.plan_checks import balanced
 

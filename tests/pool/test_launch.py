@@ -27,13 +27,13 @@ from transformers import TrainerCallback
 
 from hf_distca import DistCATrainingArguments
 from hf_distca.dispatch.dispatcher import Dispatcher
+from hf_distca.dispatch.threads import in_thread
 from hf_distca.planner.settings import PlanSettings
 from hf_distca.pool import child, nixl
 from hf_distca.pool import launch as launches
 from hf_distca.pool.child import STARTS, serve_from_child
 from hf_distca.pool.launch import TOKEN_FILE, Launch, open_pool, serve_if_server, split_launch
 from hf_distca.server_settings import AttentionServers
-from hf_distca.waiting import in_thread
 from tests.launch import run_in_forks
 from tests.models_and_batches import small_kinds
 from tests.pool.ends import CPU, ServeCommand, needs_nixl, wait_until

@@ -8,16 +8,16 @@ from hypothesis import strategies as st
 
 from hf_distca.plan import TASK, AttentionKind, Plan
 from hf_distca.plan.cost import RowBytes, Workers
-from hf_distca.plan.metrics import bytes_by_link, bytes_moved, exchange_figures, loads_of
+from hf_distca.plan.figures import bytes_by_link, bytes_moved, exchange_figures, loads_of
 from hf_distca.plan.stages import rows_by_stage
 from hf_distca.planner.layout import fixed_layout
 from hf_distca.planner.micro_batch import plan_micro_batch, plan_placed
 from hf_distca.planner.settings import PlanSettings
 from hf_distca.pool import planning
 from hf_distca.pool.planning import (
-    local_tasks,
     plan_lost,
     plan_with_servers,
+    tasks_of_ranks,
     without_ranks,
 )
 from hf_distca.predict.counts import count_plan
@@ -138,7 +138,7 @@ def settings_of(ranks, block, **others):
 
 def seconds_of(plan, kind, settings, pairs_per_second):
     counted = count_plan(plan, kind, settings.bytes_per_value, settings.node_of_ranks)
-    return planning.seconds_of(plan, counted, settings, pairs_per_second)
+    return planning.seconds_with_servers(plan, counted, settings, pairs_per_second)
 
 
 def test_the_summary_is_of_the_costliest_kind_of_attention_and_of_links_inside_nodes_and_between():
@@ -226,7 +226,10 @@ def test_every_lost_row_is_computed_once_and_the_busiest_rank_is_never_later_tha
         options["ranks_per_node"] = tuple(np.bincount(nodes[:ranks]).tolist())
     settings = replace(settings_of(ranks, block, **options), kinds=(kind,))
     lost = range(ranks, plan.workers)
-    repair, local = plan_lost(plan, lost, kind, settings, pairs_per_second), local_tasks(plan, lost)
+    repair, local = (
+        plan_lost(plan, lost, kind, settings, pairs_per_second),
+        tasks_of_ranks(plan, lost),
+    )
     rows_of_ranks = [rows_of(plan.layout.of_rank(rank)) for rank in range(ranks)]
     for rank in range(ranks):
         assert set(rows_of(local.tasks[local.tasks["worker"] == rank])) <= set(rows_of_ranks[rank])

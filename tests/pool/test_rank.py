@@ -14,7 +14,7 @@ from unittest.mock import Mock, call
 import pytest
 import torch
 
-from hf_distca.dispatch.groups import Groups
+from hf_distca.dispatch.process_groups import Groups
 from hf_distca.dispatch.recorder import Recorder, Span, Work
 from hf_distca.dispatch.remote import RemoteRows
 from hf_distca.dispatch.rows import IndexBuffer

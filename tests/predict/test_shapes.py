@@ -2,7 +2,7 @@ from dataclasses import replace
 
 import pytest
 
-from hf_distca.predict.profile import DeviceProfile
+from hf_distca.predict.device_profile import DeviceProfile
 from hf_distca.predict.shapes import LLAMA_8B, MixingShape
 from hf_distca.predict.step_costs import step_costs
 

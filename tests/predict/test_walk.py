@@ -7,8 +7,8 @@ import pytest
 
 from hf_distca.plan import TASK, AttentionKind, Plan
 from hf_distca.plan.cost import RowBytes
+from hf_distca.plan.figures import RowsMoved
 from hf_distca.plan.intervals import local_tasks
-from hf_distca.plan.metrics import RowsMoved
 from hf_distca.planner.layout import fixed_layout
 from hf_distca.predict.counts import CountedPlan, count_plan
 from hf_distca.predict.seconds import (

@@ -22,8 +22,8 @@ from hf_distca.collator.padding_free import CollatorWithLengths
 from hf_distca.config import DistCAConfig
 from hf_distca.models.checkpointing import enable_checkpointing
 from hf_distca.models.decoder import decoder_layers
-from hf_distca.models.rotary import rotary_modules
-from hf_distca.models.settings import describe_run
+from hf_distca.models.describe import describe_run
+from hf_distca.models.rotary_types import rotary_modules
 from hf_distca.plan import PLAN_KEY
 from hf_distca.planner.micro_batch import plan_micro_batch
 from hf_distca.trainer.assembly import make_dispatcher

@@ -15,7 +15,7 @@ from hf_distca.patches.targets import repeat_target_rows
 from hf_distca.plan import PLAN_KEY
 from hf_distca.trainer.assembly import make_dispatcher
 from tests.models_and_batches import Step, exchanging, gradients_of
-from tests.patches.test_padded import batch_with_prefixes
+from tests.patches.test_padded_models import batch_with_prefixes
 from tests.shared_documents import (
     BLOCK,
     begin_alike,

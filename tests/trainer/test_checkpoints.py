@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from hf_distca.checks.run_rules import Resume
-from hf_distca.dispatch.groups import Groups
+from hf_distca.dispatch.process_groups import Groups
 from hf_distca.trainer.resuming import agreed_checkpoint
 from tests.logged import Messages
 from tests.refused import refused

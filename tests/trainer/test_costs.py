@@ -16,7 +16,7 @@ from hf_distca.dispatch.recorder import Span, Work
 from hf_distca.planner.micro_batch import plan_micro_batch
 from hf_distca.planner.settings import PlanSettings
 from hf_distca.predict.corrections import Corrections
-from hf_distca.predict.profile import DeviceProfile
+from hf_distca.predict.device_profile import DeviceProfile
 from hf_distca.predict.seconds import KernelCost, KindCosts, LinkCost, Links, MixingCosts, StepCosts
 from hf_distca.trainer import costs as costs_module
 from hf_distca.trainer.assembly import make_dispatcher

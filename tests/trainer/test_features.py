@@ -12,8 +12,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, TrainingArguments
 
-from hf_distca.dispatch import offload
-from hf_distca.dispatch.offload import Copies
+from hf_distca.dispatch import host_copies
+from hf_distca.dispatch.host_copies import Copies
 from hf_distca.memory.model_state import parameter_bytes
 from hf_distca.models.decoder import base_model
 from hf_distca.models.fake import model_of_config
@@ -212,7 +212,7 @@ def _training(folder: str, name: str, offloads: bool) -> tuple[Result, dict[str,
     training = Run(arguments, model=model_of(num_hidden_layers=4), **how)
     streams = LateStreams()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(offload, "Copies", lambda device, _: Copies(device, streams))
+        patch.setattr(host_copies, "Copies", lambda device, _: Copies(device, streams))
         result = train_planned(folder, training, strategy, f"{name}, {offloads}")
     return result, streams.moved
 
@@ -244,7 +244,7 @@ def _preference_training(folder: str, offloads: bool) -> tuple[dict[str, Any], d
         planned={"offload_activations": offloads, "tokens_per_rank": 40},
     )
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(offload, "Copies", lambda device, _: Copies(device, streams))
+        patch.setattr(host_copies, "Copies", lambda device, _: Copies(device, streams))
         result = preferences.train(f"{folder}/{offloads}", case, planned=True)
     return result, streams.moved
 

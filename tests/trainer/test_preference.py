@@ -17,9 +17,9 @@ from transformers import DataCollatorForSeq2Seq, EvalPrediction, Trainer, Traini
 
 import hf_distca
 from hf_distca.checks.argument_rules import ARGUMENTS
-from hf_distca.dispatch import padded
-from hf_distca.dispatch.groups import Groups
-from hf_distca.patches.padded import PackedBackbone
+from hf_distca.dispatch import padded_rows
+from hf_distca.dispatch.process_groups import Groups
+from hf_distca.patches.padded_models import PackedBackbone
 from hf_distca.trainer import preference
 from tests.models_and_batches import exchanging, small_model
 from tests.ranks import RankPool
@@ -127,7 +127,7 @@ def plans_of_rollouts(folder: str, kind: str) -> tuple[list[str], int]:
     """What a training did before its models ran, in this order, and the number of its plans."""
     events: list[str] = []
     made = []
-    exchange, prepared = Groups.all_gather_checked, padded.plan_padded
+    exchange, prepared = Groups.all_gather_checked, padded_rows.plan_padded
 
     def exchanged(self: Groups, make: Any, *, contents: str) -> Any:
         if contents.startswith("lengths of sequences"):
@@ -141,7 +141,7 @@ def plans_of_rollouts(folder: str, kind: str) -> tuple[list[str], int]:
     arguments = {"num_iterations": 2, "steps_per_generation": 2, "max_steps": 4}
     with (
         patch.object(Groups, "all_gather_checked", exchanged),
-        patch.object(padded, "plan_padded", planned),
+        patch.object(padded_rows, "plan_padded", planned),
     ):
         train(folder, Case(kind, arguments=arguments), planned=True)
     return events, len(made)

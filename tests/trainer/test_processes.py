@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.utils.data import get_worker_info
 
 from hf_distca.checks.launch_rules import PROCESSES
-from hf_distca.interpreter import fork_can_hang
+from hf_distca.collator.forking import fork_can_hang
 from hf_distca.trainer import loaders
 from tests.ranks import own_processes
 from tests.refused import refused

@@ -20,8 +20,8 @@ import hf_distca
 from hf_distca.checks.setting_names import CHECKPOINTING
 from hf_distca.collator import collation
 from hf_distca.collator.collation import TARGET_ROWS
-from hf_distca.dispatch import offload
-from hf_distca.dispatch.offload import Copies
+from hf_distca.dispatch import host_copies
+from hf_distca.dispatch.host_copies import Copies
 from hf_distca.patches import targets
 from hf_distca.trainer import loaders
 from hf_distca.trainer.sharing import why_alone_in
@@ -129,7 +129,7 @@ def trained(folder: str, training: Training) -> list[Step]:
     noted = Gradients()
     streams = LateStreams()
     with launched(training.strategy, {}) as patch:
-        patch.setattr(offload, "Copies", lambda device, _: Copies(device, streams))
+        patch.setattr(host_copies, "Copies", lambda device, _: Copies(device, streams))
         plan = collation.RankDocuments.__getitem__
         patch.setattr(
             collation.RankDocuments,

@@ -8,10 +8,10 @@ from functools import partial
 
 from torch import Tensor
 
+from hf_distca.dispatch.threads import join
 from hf_distca.pool.messages import Call, Message, RankHello, RankWelcome, Refused, Reply
 from hf_distca.pool.transport import Memory, Rows, rank_end
 from hf_distca.pool.wire import SERVER, Buffer, LinkLost, Outbox, ProtocolError, connect
-from hf_distca.waiting import join
 
 
 class Answer(Future[Reply]):

@@ -9,7 +9,7 @@ from hf_distca.plan import SEGMENT, AttentionKind, Layout
 from hf_distca.planner.layout import assemble
 from hf_distca.planner.micro_batch import plan_micro_batch
 from hf_distca.planner.settings import PlanSettings
-from hf_distca.predict.mixing import MixingLayers, count_cuts
+from hf_distca.predict.mixing_layers import MixingLayers, count_cuts
 from hf_distca.predict.seconds import KernelCost, KindCosts, LinkCost, Links, MixingCosts, StepCosts
 from hf_distca.predict.walk import document_seconds, predict_plan
 from hf_distca.units import AUTO

@@ -14,10 +14,11 @@ import numpy as np
 from hf_distca.cli import InputError
 from hf_distca.cli.names import check_on_hub, check_tokenizer
 from hf_distca.collator.formats import ROWS, is_hub_name, is_pattern, suffix_of
+from hf_distca.plan.arrays import IntArray
 from hf_distca.plan.cost import as_lengths
 from hf_distca.progress import TORCH_AND_TRANSFORMERS, importing
-from hf_distca.sim.lengths import Draw, IntArray, corpora, lognormal, micro_batches, of_documents
-from hf_distca.sim.simulate import too_long_advice
+from hf_distca.sim.compare import too_long_advice
+from hf_distca.sim.lengths import Draw, corpora, lognormal, micro_batches, of_documents
 from hf_distca.sim.trees import DrawnBatch, turn_lengths, turns_of_ranks
 
 LONG_AND_SHORT = "one-long"

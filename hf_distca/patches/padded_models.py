@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from hf_distca.checks.batch_rules import Batch
 from hf_distca.checks.refusal import given_as
-from hf_distca.dispatch.padded import PackedBatch, PaddedBatch, PaddedBatches
+from hf_distca.dispatch.padded_rows import PackedBatch, PaddedBatch, PaddedBatches
 from hf_distca.models.decoder import backbone, base_model, stock_forward
 from hf_distca.patches.modules import subclass, uncompiled
 from hf_distca.patches.offload import wrap_checkpoints

@@ -5,7 +5,7 @@ from itertools import pairwise
 import pytest
 
 from hf_distca.kernels import TaskShapes
-from hf_distca.kernels.split import (
+from hf_distca.kernels.split_calls import (
     ALL_EVEN,
     MOST_RUNS,
     OF_LONGEST,

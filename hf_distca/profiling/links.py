@@ -17,10 +17,11 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
+from hf_distca.plan.arrays import FloatArray
 from hf_distca.plan.nodes import node_sizes
-from hf_distca.predict.device import REPEATS, seconds_of
-from hf_distca.predict.profile import DeviceProfile
-from hf_distca.predict.seconds import FloatArray, KernelCost, LinkCost, Links
+from hf_distca.predict.device_profile import DeviceProfile
+from hf_distca.predict.seconds import KernelCost, LinkCost, Links
+from hf_distca.profiling.device import REPEATS, median_seconds
 
 EXCHANGED_ROWS = (64, 512, 4096, 16384, 65536)
 """Numbers of exchanged rows: 64 KiB to 64 MiB."""
@@ -129,9 +130,9 @@ def _timed(
 
     def seconds(rows: int) -> float:
         if alone:
-            return seconds_of(exchanges.collective(peers, rows), exchanges.device)
+            return median_seconds(exchanges.collective(peers, rows), exchanges.device)
         buffer = exchanges.buffer(peers, rows)
-        return seconds_of(lambda: buffer.send().wait(), exchanges.device)
+        return median_seconds(lambda: buffer.send().wait(), exchanges.device)
 
     for number, rows in enumerate(EXCHANGED_ROWS):
         if number >= FEWEST and spent > limit_s:
@@ -187,7 +188,7 @@ def _beside_computation(exchanges: Exchanges, peers: Sequence[int]) -> tuple[flo
         exchange_times.append(time.perf_counter() - began)
     # 2. Computation that takes twice as long as the exchange, alone and beside it. Its loss is the
     #    rank's own time for the exchange. The first repetition warms up.
-    product_s = max(groups.all_gather(seconds_of(lambda: x @ x, device)))
+    product_s = max(groups.all_gather(median_seconds(lambda: x @ x, device)))
     exchange_s = max(groups.all_gather(median(exchange_times[1:])))
     products = min(max(int(2 * exchange_s / product_s), 1), 10_000)
 
@@ -200,7 +201,7 @@ def _beside_computation(exchanges: Exchanges, peers: Sequence[int]) -> tuple[flo
         compute()
         buffer.wait()
 
-    lost_s = seconds_of(compute_beside, device) - seconds_of(compute, device)
+    lost_s = median_seconds(compute_beside, device) - median_seconds(compute, device)
     mean_lost_s = max(0.0, float(np.mean(groups.all_gather(lost_s))))
     start_s = float(np.mean(groups.all_gather(median(starts[1:]))))
     return start_s, mean_lost_s / (OVERLAP_ROWS * exchanges.row_bytes)

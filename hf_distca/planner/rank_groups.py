@@ -10,9 +10,9 @@ from dataclasses import dataclass, replace
 from itertools import chain
 
 import numpy as np
-from numpy.typing import NDArray
 
 from hf_distca.plan import AttentionKind, Layout, NanoBatch, Plan
+from hf_distca.plan.arrays import FloatArray, IntArray
 from hf_distca.plan.intervals import joined
 from hf_distca.planner.balance import balance
 from hf_distca.planner.bin_packing import Bins, largest_first, ranks_of_whole, split_documents
@@ -22,9 +22,6 @@ from hf_distca.planner.division import cut_where_room, divide_nano_batches, room
 from hf_distca.planner.layout import layout_of_rows
 from hf_distca.planner.settings import PlanSettings
 from hf_distca.predict.seconds import StepCosts
-
-IntArray = NDArray[np.int64]
-FloatArray = NDArray[np.float64]
 
 ALIKE = 0.01
 """Share by which a group may have more work per rank than the mean and still count as equal. It is

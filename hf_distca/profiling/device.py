@@ -14,10 +14,11 @@ from tqdm import tqdm
 from hf_distca.kernels import AttentionParams, Kernel, TaskShapes
 from hf_distca.kernels.speed import peak_flops
 from hf_distca.plan import AttentionKind
+from hf_distca.plan.arrays import FloatArray
 from hf_distca.plan.cost import pairs
 from hf_distca.plan.nodes import EXCHANGE_BANDWIDTH, NETWORK_BANDWIDTH, NODE_BANDWIDTH
-from hf_distca.predict.profile import Accuracy, DeviceProfile, held_out
-from hf_distca.predict.seconds import DIAGONAL_ROWS, FloatArray, KernelCost, LinkCost, Links, Tasks
+from hf_distca.predict.device_profile import Accuracy, DeviceProfile, held_out
+from hf_distca.predict.seconds import DIAGONAL_ROWS, KernelCost, LinkCost, Links, Tasks
 
 QUERIES = {"cpu": (64, 128, 256, 512, 1024, 2048), "cuda": (64, 128, 512, 2048, 8192, 16384)}
 """Query rows of measured tasks, by type of device; plans hardly make shorter tasks."""
@@ -41,7 +42,7 @@ TOKENS = {"cpu": 1024, "cuda": 8192}
 """Rows of the measured matrices."""
 
 
-def seconds_of(call: Callable[[], object], device: torch.device) -> float:
+def median_seconds(call: Callable[[], object], device: torch.device) -> float:
     """Return the median seconds of a call, after one warm-up call."""
 
     def wait() -> None:
@@ -77,7 +78,7 @@ def measured_profile(
     x, weight = (
         torch.randn(rows, hidden, dtype=dtype, device=device) for rows in (tokens, 4 * hidden)
     )
-    flops = 2.0 * tokens * weight.numel() / seconds_of(lambda: linear(x, weight), device)
+    flops = 2.0 * tokens * weight.numel() / median_seconds(lambda: linear(x, weight), device)
     forward, backward, accuracy = measured_kernel(
         kernel, kind, dtype, device, most_rows=most_rows, limit_s=limit_s, progress=progress
     )
@@ -85,7 +86,7 @@ def measured_profile(
     if device.type == "cpu":
         row = torch.randn(1, 8, dtype=dtype)
         small_weight = torch.randn(8, 8, dtype=dtype)
-        launches = seconds_of(
+        launches = median_seconds(
             lambda: [linear(row, small_weight) for _ in range(LAYER_OPERATORS)], device
         )
     dtype_name = str(dtype).removeprefix("torch.")
@@ -99,7 +100,7 @@ def measured_profile(
         forward=forward,
         backward=backward,
         flops_per_second=flops,
-        bytes_per_second=2.0 * x.nbytes / seconds_of(lambda: rms_norm(x, (hidden,)), device),
+        bytes_per_second=2.0 * x.nbytes / median_seconds(lambda: rms_norm(x, (hidden,)), device),
         peak_flops=peak_flops(device_name) or flops,
         links=Links(LinkCost(3e-5, NODE_BANDWIDTH * 1e9), network),
         exchange=Links(LinkCost(3e-5, EXCHANGE_BANDWIDTH * 1e9), network),
@@ -149,7 +150,7 @@ def measured_kernel(
             kernel.backward, do_QHE, q_QHD, k_KGD, v_KGE, o_QHE, lse_QH, shapes, params
         )
         counts.append(counted_call(q_lens, k_lens))
-        times.append((seconds_of(forward, device), seconds_of(backward, device)))
+        times.append((median_seconds(forward, device), median_seconds(backward, device)))
 
     # 1. Calls with several short tasks, then calls with one task of more and more rows.
     began = time.perf_counter()

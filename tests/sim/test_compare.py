@@ -10,13 +10,13 @@ import pytest
 from hf_distca.plan import AttentionKind
 from hf_distca.planner.settings import PlanSettings
 from hf_distca.pool.simulation import with_servers
-from hf_distca.predict.profile import DeviceProfile
+from hf_distca.predict.device_profile import DeviceProfile
 from hf_distca.predict.seconds import KernelCost, LinkCost, Links
 from hf_distca.predict.shapes import MixingShape, ModelShape
 from hf_distca.predict.step_costs import on_a_gpu
 from hf_distca.run import RunSpec
-from hf_distca.sim.groups import Group
-from hf_distca.sim.simulate import DRAWN_FOR_RANKS, Compared, StrategyFigures, advice, simulate
+from hf_distca.sim.compare import DRAWN_FOR_RANKS, Compared, StrategyFigures, advice, simulate
+from hf_distca.sim.context_parallel import Group
 from hf_distca.sim.strategies import all_strategies, plain, planned, whole_documents
 
 KIND = AttentionKind(None, 2, 1, 4, 4)

@@ -10,8 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hf_distca.plan import Direction, Layout
+from hf_distca.plan.arrays import FloatArray, IntArray
 from hf_distca.plan.cuts import chained
-from hf_distca.plan.intervals import FloatArray, IntArray, row_counts
+from hf_distca.plan.intervals import row_counts
 from hf_distca.predict.seconds import Links, MixingCosts
 
 

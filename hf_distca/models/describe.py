@@ -13,7 +13,7 @@ from hf_distca.config import DistCAConfig
 from hf_distca.kernels import AttentionParams, Kernel, Need, choose_kernel, get_kernel
 from hf_distca.models.decoder import base_model, decoder_layers
 from hf_distca.models.kinds import layers_by_kind
-from hf_distca.models.mixing import WHOLE, uncuttable
+from hf_distca.models.mixing_modules import WHOLE, uncuttable
 from hf_distca.models.model_facts import check_model
 from hf_distca.models.shape import model_shape
 from hf_distca.run import RunSpec

@@ -10,13 +10,19 @@ import numpy as np
 import pytest
 import torch
 
-from hf_distca.dispatch.groups import Groups
 from hf_distca.dispatch.peers import PeerExchanges
+from hf_distca.dispatch.process_groups import Groups
 from hf_distca.plan import AttentionKind
-from hf_distca.predict import device, links
-from hf_distca.predict.links import link_rates, measured_link, peers_of, ranks_per_core, with_links
-from hf_distca.predict.profile import Accuracy, DeviceProfile
+from hf_distca.predict.device_profile import Accuracy, DeviceProfile
 from hf_distca.predict.seconds import KernelCost, LinkCost, Links, Tasks
+from hf_distca.profiling import device, links
+from hf_distca.profiling.links import (
+    link_rates,
+    measured_link,
+    peers_of,
+    ranks_per_core,
+    with_links,
+)
 
 CPU = torch.device("cpu")
 
@@ -153,7 +159,7 @@ def test_products_and_memory_are_counted_in_operations_and_bytes_there_and_back(
     reads and writes.
     """
     kind, cost = AttentionKind(None, 1, 1, 8, 8), KernelCost(0.0, 0.0, 0.0, 1.0)
-    monkeypatch.setattr(device, "seconds_of", lambda *_: 2.0)
+    monkeypatch.setattr(device, "median_seconds", lambda *_: 2.0)
     monkeypatch.setattr(
         device, "measured_kernel", lambda *_, **__: (cost, cost, Accuracy(1.0, 1.0, 0))
     )
@@ -223,7 +229,7 @@ def test_ranks_agree_on_the_mean_of_their_profiles_and_on_the_links_that_they_me
 def test_the_own_time_of_an_exchange_is_what_computation_beside_it_takes_longer(monkeypatch):
     # A product, then the products beside the exchange, and the products alone.
     seconds = iter([0.001, 0.5, 0.3])
-    monkeypatch.setattr(links, "seconds_of", lambda *_: next(seconds))
+    monkeypatch.setattr(links, "median_seconds", lambda *_: next(seconds))
     exchanges = MagicMock(device=CPU, row_bytes=8)
     exchanges.groups.all_gather = lambda value: [value, value]
     start_s, lost_s_per_byte = links._beside_computation(exchanges, [0])

@@ -7,7 +7,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
 from hf_distca.dispatch.checkpoints import is_recomputation
-from hf_distca.dispatch.offload import FULL, ActivationOffload, HostMemory, OffloadedForward
+from hf_distca.dispatch.host_copies import FULL, ActivationOffload, HostMemory, OffloadedForward
 from tests.late_streams import LateStreams
 
 CPU = torch.device("cpu")

@@ -6,9 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_distca.plan import AttentionKind, Branches
-from hf_distca.plan.metrics import loads_of
+from hf_distca.plan.figures import loads_of
 from hf_distca.planner.branches import Forest
-from hf_distca.planner.groups import (
+from hf_distca.planner.rank_groups import (
     joined_nodes,
     nano_batches_in_groups,
     partitions,

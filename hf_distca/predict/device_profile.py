@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 
 from hf_distca.plan import AttentionKind, Direction
-from hf_distca.predict.seconds import FloatArray, KernelCost, LinkCost, Links
+from hf_distca.plan.arrays import FloatArray
+from hf_distca.predict.seconds import KernelCost, LinkCost, Links
 
 PROFILES = Path(__file__).parent / "profiles"
 """Folder of the profiles that come with the package."""

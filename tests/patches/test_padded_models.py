@@ -31,15 +31,15 @@ from transformers.utils.logging import info_once
 
 from hf_distca import DistCAConfig, pack_padded
 from hf_distca.checks.refusal import RefusedError
-from hf_distca.dispatch import padded
-from hf_distca.dispatch.padded import (
+from hf_distca.dispatch import padded_rows
+from hf_distca.dispatch.padded_rows import (
     PackedBatch,
     PaddedBatches,
 )
 from hf_distca.models.checkpointing import enable_checkpointing
 from hf_distca.models.decoder import backbone
 from hf_distca.models.sharing import shares_prefixes, why_sequences_stay_alone
-from hf_distca.patches.padded import plan_ahead
+from hf_distca.patches.padded_models import plan_ahead
 from hf_distca.planner import prefixes
 from hf_distca.planner.padding import PlannedPadding, plan_padded
 from hf_distca.planner.settings import PlanSettings
@@ -300,7 +300,7 @@ def plan_before_packing(batches_ahead: int) -> Counted:
     exchange = groups.all_gather_checked
     try:
         with (
-            patch.object(padded, "plan_padded", noted),
+            patch.object(padded_rows, "plan_padded", noted),
             patch.object(groups, "all_gather_checked", side_effect=exchange) as exchanges,
         ):
             plan_ahead(model, given)
@@ -313,7 +313,7 @@ def plan_before_packing(batches_ahead: int) -> Counted:
 
 def test_later_batches_are_planned_while_earlier_ones_are_computed(rank_pools):
     # More batches than plans are kept of by default.
-    batches = padded.PLANS_KEPT + 1
+    batches = padded_rows.PLANS_KEPT + 1
     expected = Counted((batches, batches, batches + 1), 1 + 2 * batches + 1, goes_on=True)
     assert rank_pools[2].run(plan_before_packing, batches) == [expected] * 2
 

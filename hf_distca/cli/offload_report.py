@@ -10,7 +10,7 @@ from hf_distca.cli.options import GB
 from hf_distca.models.checkpointing import offloaded_layers
 from hf_distca.models.decoder import decoder_layers
 from hf_distca.plan import MicroBatchPlan
-from hf_distca.predict.profile import DeviceProfile
+from hf_distca.predict.device_profile import DeviceProfile
 from hf_distca.predict.walk import predict_plan
 from hf_distca.run import RunSpec
 from hf_distca.units import counted

@@ -11,9 +11,10 @@ from typing import Literal
 import numpy as np
 
 from hf_distca.plan import AttentionKind
+from hf_distca.plan.arrays import FloatArray
 from hf_distca.plan.cost import pairs
 from hf_distca.plan.nodes import node_sizes
-from hf_distca.predict.seconds import DIAGONAL_ROWS, FloatArray, KindCosts, Tasks
+from hf_distca.predict.seconds import DIAGONAL_ROWS, KindCosts, Tasks
 from hf_distca.run import RunSpec
 
 Documents = Sequence[Sequence[int]]

@@ -17,9 +17,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from hf_distca.checks.refusal import RefusedError
-from hf_distca.dispatch import groups as groups_module
+from hf_distca.dispatch import process_groups as groups_module
 from hf_distca.dispatch.dispatcher import Dispatcher
-from hf_distca.dispatch.groups import Groups, mesh_ranks, raised_together, ranks_per_node
+from hf_distca.dispatch.process_groups import Groups, mesh_ranks, raised_together, ranks_per_node
 from hf_distca.dispatch.waits import OtherRankError, RankLost, Waits
 from hf_distca.planner.settings import PlanSettings
 from hf_distca.trainer.resuming import FullDiskError

@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.hooks import RemovableHandle
 
-from hf_distca.dispatch.attention import disaggregated_attention
 from hf_distca.dispatch.bound import BoundPlan, Runtime
 from hf_distca.dispatch.checkpoints import is_recomputation
+from hf_distca.dispatch.core_attention import disaggregated_attention
 from hf_distca.dispatch.recorder import Recorder
 from hf_distca.dispatch.rows import IndexBuffer
 from hf_distca.kernels import KERNELS, AttentionParams
@@ -42,11 +42,11 @@ from hf_distca.models.checkpointing import (
 )
 from hf_distca.models.decoder import base_model, decoder_layers, text_decoder
 from hf_distca.models.fake import fake_tensors
-from hf_distca.models.mixing import halo_widths
+from hf_distca.models.mixing_modules import halo_widths
 from hf_distca.patches.chunked_mlp import Chunked
 from hf_distca.patches.head import PlannedHead
 from hf_distca.plan import PLAN_KEY, AttentionKind, MicroBatchPlan
-from hf_distca.plan.metrics import bytes_moved
+from hf_distca.plan.figures import bytes_moved
 from hf_distca.planner.settings import PlanSettings
 from hf_distca.run import RunSpec
 

@@ -8,13 +8,13 @@ from typing import Any
 import numpy as np
 
 from hf_distca.plan import MicroBatchPlan
+from hf_distca.plan.arrays import FloatArray, IntArray
 from hf_distca.plan.cost import pairs
 from hf_distca.planner.whole_ranks import fitting, whole_ranks_pay
-from hf_distca.predict.seconds import FloatArray
 from hf_distca.predict.shapes import ModelShape
 from hf_distca.progress import terminal_bar
 from hf_distca.run import RunSpec
-from hf_distca.sim.lengths import IntArray, histogram
+from hf_distca.sim.lengths import histogram
 from hf_distca.sim.strategies import CHOSEN, PLAIN, StepTime, Strategy, all_strategies
 
 NOT_WORTH = 1.02

@@ -7,8 +7,8 @@ import time
 
 import pytest
 
-from hf_distca import waiting
-from hf_distca.waiting import WaitError, join, wait_until
+from hf_distca.dispatch import threads
+from hf_distca.dispatch.threads import WaitError, join, wait_until
 
 
 class Clock:
@@ -17,7 +17,7 @@ class Clock:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 1000.0
         self.slices = []
-        monkeypatch.setattr(waiting.time, "monotonic", lambda: self.now)
+        monkeypatch.setattr(threads.time, "monotonic", lambda: self.now)
 
     def never(self, within_s: float) -> bool:
         self.slices.append(within_s)

@@ -12,10 +12,8 @@ from transformers import AutoConfig
 from hf_distca.cli.model import config_of_shape
 from hf_distca.dispatch import rows
 from hf_distca.dispatch.dispatcher import Dispatcher
-from hf_distca.memory import counter, micro_batch
-from hf_distca.memory.counter import MemoryCounter
-from hf_distca.memory.live import LiveMemory
-from hf_distca.memory.micro_batch import (
+from hf_distca.memory import counted_step, counter
+from hf_distca.memory.counted_step import (
     Peaks,
     bound_plan,
     busiest_rank,
@@ -23,6 +21,8 @@ from hf_distca.memory.micro_batch import (
     count_peaks,
     run_core_attention,
 )
+from hf_distca.memory.counter import MemoryCounter
+from hf_distca.memory.live import LiveMemory
 from hf_distca.memory.model_state import ModelState, model_state
 from hf_distca.memory.simulated import gpu_memory
 from hf_distca.memory.stand_ins import (
@@ -35,7 +35,7 @@ from hf_distca.memory.stand_ins import (
 )
 from hf_distca.models.fake import fake_tensors, model_after, model_of_config
 from hf_distca.models.kinds import layers_by_kind
-from hf_distca.models.mixing import DELTA_RULE, SCAN
+from hf_distca.models.mixing_modules import DELTA_RULE, SCAN
 from hf_distca.models.shape import model_shape
 from hf_distca.patches import mixing_functions
 from hf_distca.patches.chunked_mlp import results_of_chunks
@@ -46,7 +46,7 @@ from hf_distca.plan.routes import make_routes
 from hf_distca.planner.micro_batch import plan_micro_batch
 from hf_distca.planner.settings import PlanSettings
 from hf_distca.pool.simulation import with_servers
-from hf_distca.predict.profile import DeviceProfile
+from hf_distca.predict.device_profile import DeviceProfile
 from hf_distca.predict.shapes import CHUNK, ModelShape
 from hf_distca.predict.step_costs import on_a_gpu
 from hf_distca.run import RunSpec
@@ -96,7 +96,7 @@ def test_a_few_chunks_of_the_loss_take_what_all_take(monkeypatch, model_type, ru
         prepare_model(model, small_run(loss_chunk_bytes=chunk_bytes))
         settings = PlanSettings(1, TOKENS, tuple(layers_by_kind(model)))
         monkeypatch.setattr(
-            micro_batch, "unequal_chunks", lambda *counts: kept.append(chosen(*counts)) or kept[-1]
+            counted_step, "unequal_chunks", lambda *counts: kept.append(chosen(*counts)) or kept[-1]
         )
         return count_peaks(model, plan_micro_batch([TOKENS], settings), 0, run).on_device
 
@@ -128,7 +128,7 @@ def test_a_few_chunks_of_a_layer_take_what_all_take(monkeypatch, model_type, run
         runs.append([])
         mlp.register_forward_hook(lambda _, args, __: runs[-1].append(args[0].shape[-2]))
         settings = PlanSettings(1, TOKENS, tuple(layers_by_kind(model)))
-        monkeypatch.setattr(micro_batch, "unequal_results", chosen)
+        monkeypatch.setattr(counted_step, "unequal_results", chosen)
         return count_peaks(model, plan_micro_batch([TOKENS], settings), 0, run)
 
     few, all_chunks = peaks(unequal_results), peaks(results_of_chunks)

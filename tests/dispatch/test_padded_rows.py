@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from hf_distca.batches.limits import Limits
-from hf_distca.dispatch.groups import Groups
-from hf_distca.dispatch.padded import PaddedBatch, RowTravel, read_sequences
+from hf_distca.dispatch.padded_rows import PaddedBatch, RowTravel, read_sequences
+from hf_distca.dispatch.process_groups import Groups
 from hf_distca.planner.padding import plan_padded
 from hf_distca.planner.settings import PlanSettings
 from tests.models_and_batches import SMALL_KIND

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from hf_distca.plan import AttentionKind
-from hf_distca.predict.profile import PROFILES, Accuracy, DeviceProfile, held_out
+from hf_distca.predict.device_profile import PROFILES, Accuracy, DeviceProfile, held_out
 from hf_distca.predict.seconds import KernelCost, LinkCost, Tasks
 
 

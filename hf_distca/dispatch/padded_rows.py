@@ -24,7 +24,7 @@ from hf_distca.batches.limits import Limits
 from hf_distca.checks.batch_rules import Batch
 from hf_distca.dispatch.bound import BoundPlan
 from hf_distca.dispatch.dispatcher import Dispatcher
-from hf_distca.dispatch.groups import Groups
+from hf_distca.dispatch.process_groups import Groups
 from hf_distca.plan.intervals import Table, expand, rounds_of, row_counts
 from hf_distca.planner.padding import NO_RANK, PlannedPadding, plan_padded
 from hf_distca.planner.prefixes import Hashes, hashes_of

@@ -10,9 +10,14 @@ import pytest
 from hf_distca.planner import prefixes
 from hf_distca.planner.padding import plan_padded
 from hf_distca.predict.seconds import LinkCost, Links
-from hf_distca.sim.padded import PaddedFigures, padded_advice, padded_columns, simulate_padded
+from hf_distca.sim.padded_batches import (
+    PaddedFigures,
+    padded_advice,
+    padded_columns,
+    simulate_padded,
+)
 from hf_distca.sim.trees import TURNS, DrawnBatch, turn_lengths, turns_of_ranks
-from tests.sim.test_simulate import PROFILE, RUN, changed
+from tests.sim.test_compare import PROFILE, RUN, changed
 
 LAYERS = 3
 BATCH = [[4, 1], [2, 2]]

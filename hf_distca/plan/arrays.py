@@ -1,0 +1,7 @@
+"""Types of NumPy arrays in plans and predictions."""
+
+import numpy as np
+from numpy.typing import NDArray
+
+IntArray = NDArray[np.int64]
+FloatArray = NDArray[np.float64]

@@ -1,0 +1,1 @@
+"""Measurement of devices and of the links between them: the figures that `predict` reads."""

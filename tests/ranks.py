@@ -157,6 +157,11 @@ def own_processes(
         rank.start()
     try:
         yield ranks
+    except AssertionError:
+        for number in range(size):
+            output = folder / f"output-{number}"
+            print(f"{output}:\n{output.read_text(errors='replace') if output.exists() else ''}")
+        raise
     finally:
         for rank in ranks:
             rank.kill()

@@ -30,7 +30,9 @@ def weights_met(model: PreTrainedModel) -> dict[nn.Parameter, float]:
     experts_per_token = getattr(config, "num_experts_per_tok", None) or experts
     expert_share = float(experts_per_token) / experts
     tables = [model.get_input_embeddings(), model.get_output_embeddings()]
-    table_ids = {id(table.weight) for table in tables if table is not None}
+    table_ids = {
+        id(weight) for table in tables if table is not None for weight in table.parameters()
+    }
     active: dict[nn.Parameter, float] = {}
     for name, parameter in model.named_parameters():
         if id(parameter) not in table_ids:

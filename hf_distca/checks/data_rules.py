@@ -134,6 +134,21 @@ class Data:
             "a name, a class or a processor of images as `processing_class`, with data of text"
         ),
     )
+    # Images
+    PLACEHOLDERS = Refusal(
+        "{name} has {placeholders} tokens of the id {token}, and {images} {modality}s with {rows} "
+        "rows of features",
+        "each row of features replaces one such token",
+        "make input_ids and pixels by one call of the model's processor, and do not truncate "
+        "input_ids",
+        condition="placeholders of images that do not fit the images of the document",
+    )
+    CUT_IMAGES = Refusal(
+        "{name} has images and {length} tokens, more than {limit} ({capacity})",
+        "a document with images is not cut",
+        "raise tokens_per_rank, or leave such documents out",
+        condition="a document with images that `long_documents` would cut",
+    )
     # Data sets of tokens
     NOT_A_ROW = Refusal(
         "{name} is of the type {kind}",

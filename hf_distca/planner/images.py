@@ -1,0 +1,108 @@
+"""Division of images over the ranks that encode them.
+
+All ranks wait for features before the first layer of the text model, so encoders are balanced among
+themselves: the rank with the most work in its encoder decides how long all ranks wait.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from hf_distca.plan import FEATURES, PlannedImages
+from hf_distca.plan.arrays import FloatArray, IntArray
+from hf_distca.plan.intervals import Table, row_counts
+
+IMAGE = np.dtype(
+    [(name, np.int64) for name in ("document", "modality", "index", "rows")]
+    + [("cost", np.float64)]
+)
+"""An image of a document. `index` is its number among the document's images of a modality, and
+`cost` the work of its encoder."""
+PLACEHOLDERS = np.dtype([(name, np.int64) for name in ("image", "start", "stop", "offset")])
+"""Rows [start, stop) of a document that are placeholders of an image, one after another. `offset`
+is the row of the image's features for `start`."""
+
+
+def plan_images(
+    images: Table, placeholders: Table, held: Table, ranks: int, modalities: Sequence[str]
+) -> dict[str, PlannedImages]:
+    """Choose the rank that encodes each image of a micro-batch, and where its features go.
+
+    Args:
+        images: of dtype IMAGE, with the number of the document in the micro-batch.
+        placeholders: of dtype PLACEHOLDERS, with the number of the image in `images`, by document
+            and row.
+        held: rows of documents that ranks hold, of dtype TOKENS, by rank and row.
+        modalities: names of the modalities, by their number in `images`.
+
+    Returns:
+        The planned images of each modality that the micro-batch has.
+    """
+    features = _held_features(images, placeholders, held)
+    encoders = choose_encoders(images["cost"], features, ranks)
+    planned: dict[str, PlannedImages] = {}
+    for number, modality in enumerate(modalities):
+        members = np.flatnonzero(images["modality"] == number)
+        if not len(members):
+            continue
+        number_in_modality = np.full(len(images), -1)
+        number_in_modality[members] = np.arange(len(members))
+        own = features.compress(images["modality"][features["image"]] == number)
+        own["image"] = number_in_modality[own["image"]]
+        planned[modality] = PlannedImages(
+            images["rows"][members], encoders[members], _with_offsets(own)
+        )
+    return planned
+
+
+def choose_encoders(costs: FloatArray, features: Table, ranks: int) -> IntArray:
+    """Return [images] the rank that encodes each: the costliest first, where there is least work.
+
+    An image stays with the rank that holds most of its placeholders if that rank then has no more
+    work than the mean, or than the costliest image.
+
+    Args:
+        costs: [images] work of the encoder.
+        features: of dtype FEATURES.
+    """
+    rows_of_ranks = np.zeros((len(costs), ranks), np.int64)
+    np.add.at(rows_of_ranks, (features["image"], features["rank"]), row_counts(features))
+    limit = max(float(costs.sum()) / ranks, float(costs.max(initial=0.0)))
+    loads = np.zeros(ranks)
+    encoders = np.zeros(len(costs), np.int64)
+    for image in np.argsort(-costs, kind="stable").tolist():
+        rank = int(rows_of_ranks[image].argmax())
+        if loads[rank] + costs[image] > limit:
+            rank = int(loads.argmin())
+        encoders[image] = rank
+        loads[rank] += costs[image]
+    return encoders
+
+
+def _held_features(images: Table, placeholders: Table, held: Table) -> Table:
+    """Return the features of each rank's placeholders in the order of its rows; offsets are 0."""
+    documents = images["document"][placeholders["image"]]
+    firsts = np.searchsorted(documents, held["sequence"], side="left")
+    lasts = np.searchsorted(documents, held["sequence"], side="right")
+    parts: list[Table] = []
+    for entry, first, last in zip(held, firsts.tolist(), lasts.tolist(), strict=True):
+        runs = placeholders[first:last]
+        starts = np.maximum(runs["start"], entry["start"])
+        stops = np.minimum(runs["stop"], entry["stop"])
+        is_held = starts < stops
+        part = np.zeros(int(is_held.sum()), FEATURES)
+        part["image"] = runs["image"][is_held]
+        part["start"] = (runs["offset"] + starts - runs["start"])[is_held]
+        part["stop"] = part["start"] + (stops - starts)[is_held]
+        part["rank"] = entry["rank"]
+        parts.append(part)
+    return np.concatenate(parts) if parts else np.zeros(0, FEATURES)
+
+
+def _with_offsets(features: Table) -> Table:
+    """Return features by rank with their offsets among the rank's placeholders."""
+    rows = row_counts(features)
+    before = np.cumsum(rows) - rows
+    first_of_rank = np.searchsorted(features["rank"], features["rank"])
+    features["offset"] = before - before[first_of_rank] if len(features) else 0
+    return features

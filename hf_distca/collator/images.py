@@ -1,23 +1,26 @@
 """Images of a data set's documents: where their placeholders are, and their inputs by rank."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch.utils.data import Dataset
 
 from hf_distca.batches.images import ImageFigures, ImageModel, Modality
-from hf_distca.collator.documents import Columns, is_stored, token_document
+from hf_distca.batches.limits import NO_LIMITS, Limits
+from hf_distca.checks.data_rules import Data
+from hf_distca.collator.documents import Columns, check_dataset, is_stored, token_document
 from hf_distca.plan import PlannedImages
 from hf_distca.plan.arrays import IntArray
 from hf_distca.plan.intervals import Table
 from hf_distca.planner.images import IMAGE, PLACEHOLDERS
 
-READ_BATCH = 100
-"""Number of documents read at once to find their images."""
+TOKEN_COLUMNS = ("input_ids", "labels", "attention_mask")
+"""Columns with one number for each token."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,10 +37,14 @@ class DocumentImages:
     placeholders: Table
 
     @classmethod
-    def of_parts(cls, model: ImageModel, parts: Sequence[tuple[bytes, bytes]]) -> "DocumentImages":
-        """Return the images of a data set whose parts `read_images` read, in order."""
-        images = [np.frombuffer(part, IMAGE) for part, _ in parts]
-        placeholders = [np.frombuffer(part, PLACEHOLDERS).copy() for _, part in parts]
+    def of_parts(
+        cls, model: ImageModel, parts: Sequence["PartOfDataset"]
+    ) -> "DocumentImages | None":
+        """Return the images of a data set whose parts `read_images` read; None without images."""
+        images = [np.frombuffer(part.images, IMAGE) for part in parts]
+        if not any(map(len, images)):
+            return None
+        placeholders = [np.frombuffer(part.placeholders, PLACEHOLDERS).copy() for part in parts]
         before = 0
         for images_of_part, placeholders_of_part in zip(images, placeholders, strict=True):
             placeholders_of_part["image"] += before
@@ -72,6 +79,28 @@ class DocumentImages:
             np.concatenate(placeholders) if placeholders else np.zeros(0, PLACEHOLDERS),
         )
 
+    def check_whole(
+        self, excerpts: Table, lengths: IntArray, name: str, limit: str, capacity: int
+    ) -> None:
+        """Raise ValueError if a document with images is cut.
+
+        Args:
+            excerpts: of dtype EXCERPT.
+            lengths: [documents] tokens of each.
+            name: name of the data set in errors.
+            limit: name of what a document must fit into.
+            capacity: tokens of that.
+        """
+        is_cut = excerpts["stop"] - excerpts["start"] < lengths[excerpts["document"]]
+        cut = np.intersect1d(excerpts["document"][is_cut], self.documents)
+        for document in cut[:1].tolist():
+            raise Data.CUT_IMAGES.error(
+                name=f"document {document} of {name}",
+                length=int(lengths[document]),
+                limit=limit,
+                capacity=capacity,
+            )
+
     def encoded_by(self, planned: Mapping[str, PlannedImages], rank: int) -> IntArray:
         """Return the documents of whose images a rank encodes some, in order."""
         documents = [
@@ -91,28 +120,54 @@ class DocumentImages:
         return np.asarray(self.images["document"][self.placeholders["image"]])
 
 
-def read_images(
-    dataset: Any, model: ImageModel, columns: Columns, name: str, share: tuple[int, int]
-) -> tuple[bytes, bytes]:
-    """Return the images of a part of a data set's documents, of dtype IMAGE and PLACEHOLDERS.
+def may_have_images(dataset: Any, model: ImageModel) -> bool:
+    """Return whether documents of a data set may have images: its columns say so, if it has any."""
+    return not is_stored(dataset) or bool(model.fields & set(dataset.column_names))
 
-    Raise ValueError for a document whose placeholders are not as many as its images' rows.
+
+class PartOfDataset(NamedTuple):
+    """Figures of some documents of a data set, as bytes that ranks exchange."""
+
+    lengths: bytes  # int64 of each document
+    images: bytes  # of dtype IMAGE
+    placeholders: bytes  # of dtype PLACEHOLDERS, with the number of the image in `images`
+
+
+def read_images(
+    dataset: Any,
+    model: ImageModel,
+    columns: Columns,
+    name: str,
+    share: tuple[int, int],
+    limits: Limits = NO_LIMITS,
+) -> PartOfDataset:
+    """Read the lengths and the images of a part of a data set's documents, each document once.
+
+    Raise ValueError for a document that cannot be trained on, such as one whose placeholders are
+    not as many as the rows of its images.
 
     Args:
         share: part of the documents to read, and the number of parts.
     """
+    check_dataset(dataset, name)
+    if len(dataset) == 0:
+        raise Data.EMPTY.error(name=name)
     part, parts = share
     documents = range(len(dataset) * part // parts, len(dataset) * (part + 1) // parts)
     if is_stored(dataset):
         dataset = dataset.select_columns(columns.used(dataset.column_names, name))
         dataset = dataset.with_format("numpy")
+    lengths: list[int] = []
     images: list[Table] = []
     placeholders: list[Table] = []
     count = 0
     for document in documents:
         example = dataset[document]
         in_errors = f"document {document} of {name}"
-        tokens = token_document(example, in_errors, columns)[0]
+        rows = token_document(example, in_errors, columns)
+        limits.check_document(rows, in_errors)
+        tokens = rows[0]
+        lengths.append(len(tokens))
         own, runs = _images_of(example, tokens, model, in_errors)
         own["document"] = document
         runs["image"] += count
@@ -120,7 +175,8 @@ def read_images(
         images.append(own)
         placeholders.append(runs)
     no_images, no_runs = np.zeros(0, IMAGE), np.zeros(0, PLACEHOLDERS)
-    return (
+    return PartOfDataset(
+        np.array(lengths, np.int64).tobytes(),
         np.concatenate([no_images, *images]).tobytes(),
         np.concatenate([no_runs, *placeholders]).tobytes(),
     )
@@ -196,3 +252,27 @@ def _of_document(
 ) -> dict[str, NDArray[Any]]:
     indices = encoded["index"][encoded["document"] == document].tolist()
     return modality.select(example, indices)
+
+
+class ProcessedDocuments(Dataset[dict[str, Any]]):
+    """Documents that a collator of images makes when they are read, one at a time.
+
+    Args:
+        dataset: gives examples by index, with texts and images.
+        collate: makes a batch of one example: tokens [1, L], and fields of its images.
+    """
+
+    def __init__(self, dataset: Any, collate: Callable[[list[dict[str, Any]]], Any]) -> None:
+        self.dataset = dataset
+        self._collate = collate
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        # Collators take images out of the example that they get.
+        batch = self._collate([dict(self.dataset[index])])
+        return {
+            name: value[0].numpy() if name in TOKEN_COLUMNS else np.asarray(value)
+            for name, value in batch.items()
+        }

@@ -9,6 +9,7 @@ from torch import nn
 from hf_distca.checks.data_rules import Data
 from hf_distca.checks.refusal import PackageError
 from hf_distca.checks.run_rules import Run
+from hf_distca.collator.images import ProcessedDocuments
 from hf_distca.collator.texts import check_texts
 from hf_distca.models.loading import planned_attention
 from hf_distca.plan import PLAN_KEY
@@ -62,6 +63,8 @@ class DistCASFTTrainer(DistCAMixin, SFTTrainer):
         # For "train" and "eval": targets of the micro-batches since the last log, on all ranks.
         self._targets: dict[str, list[float]] = defaultdict(list)
         super().__init__(model, args, *positional, **kwargs)
+        if self._is_vision_dataset:
+            self._process_when_read()
         for name in DATASETS:
             _check_examples_remain(
                 self._unprepared[name], getattr(self, name), name, args.max_length
@@ -80,6 +83,20 @@ class DistCASFTTrainer(DistCAMixin, SFTTrainer):
                 for key, dataset in named_datasets(argument, name).items():
                     check_texts(dataset, key, args.dataset_text_field)
         return super()._prepare_arguments(arguments)
+
+    def _process_when_read(self) -> None:
+        """Let TRL's collator for images make each document when it is read."""
+        collate = self.data_collator
+        for name in DATASETS:
+            given: Any = getattr(self, name)
+            if isinstance(given, dict):
+                setattr(
+                    self,
+                    name,
+                    {key: ProcessedDocuments(dataset, collate) for key, dataset in given.items()},
+                )
+            elif given is not None:
+                setattr(self, name, ProcessedDocuments(given, collate))
 
     def compute_loss(
         self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any

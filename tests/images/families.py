@@ -68,7 +68,12 @@ CONFIGS: dict[str, dict[str, Any]] = {
     },
     "mistral3": {
         "text_config": {**TEXT, "model_type": "mistral"},
-        "vision_config": {"model_type": "pixtral", **HEADS, "head_dim": 16, "image_size": 16 * SIDE},
+        "vision_config": {
+            "model_type": "pixtral",
+            **HEADS,
+            "head_dim": 16,
+            "image_size": 16 * SIDE,
+        },
         "spatial_merge_size": 2,
     },
 }
@@ -94,7 +99,9 @@ def tiny_model(family: str, implementation: str) -> PreTrainedModel:
 
 def documents(family: str, counts: list[int], seed: int = 0) -> list[dict[str, Any]]:
     """Documents with these numbers of images of different sizes, as a processor makes them."""
-    return [_document(family, images, random.Random(f"{seed} {i}")) for i, images in enumerate(counts)]
+    return [
+        _document(family, images, random.Random(f"{seed} {i}")) for i, images in enumerate(counts)
+    ]
 
 
 def _document(family: str, images: int, draw: random.Random) -> dict[str, Any]:
@@ -104,7 +111,7 @@ def _document(family: str, images: int, draw: random.Random) -> dict[str, Any]:
     sizes: list[list[int]] = []
     for _ in range(images):
         tokens += [draw.randint(3, 90) for _ in range(draw.randint(1, 12))]
-        rows, columns = 2 * draw.randint(1, 3), 2 * draw.randint(1, 3)
+        rows, columns = 2 * draw.randint(1, 3), 2 * draw.randint(2, 3)
         if family in GRIDS:
             pixels.append(numbers.standard_normal((rows * columns, 3 * 2 * SIDE**2)))
             sizes.append([1, rows, columns])

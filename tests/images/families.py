@@ -1,6 +1,7 @@
 """Tiny models that see images, one of each family, and documents with images for them."""
 
 import random
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -97,14 +98,23 @@ def tiny_model(family: str, implementation: str) -> PreTrainedModel:
     return model
 
 
-def documents(family: str, counts: list[int], seed: int = 0) -> list[dict[str, Any]]:
-    """Documents with these numbers of images of different sizes, as a processor makes them."""
+def documents(
+    family: str, counts: Sequence[int], lengths: Sequence[int] | None = None
+) -> list[dict[str, Any]]:
+    """Documents with these numbers of images of different sizes, as a processor makes them.
+
+    Args:
+        lengths: tokens of each document; None for a random number of tokens around images.
+    """
     return [
-        _document(family, images, random.Random(f"{seed} {i}")) for i, images in enumerate(counts)
+        _document(
+            family, images, random.Random(number), None if lengths is None else lengths[number]
+        )
+        for number, images in enumerate(counts)
     ]
 
 
-def _document(family: str, images: int, draw: random.Random) -> dict[str, Any]:
+def _document(family: str, images: int, draw: random.Random, length: int | None) -> dict[str, Any]:
     numbers = np.random.default_rng(draw.randrange(10**6))
     tokens: list[int] = []
     pixels: list[Any] = []
@@ -125,7 +135,8 @@ def _document(family: str, images: int, draw: random.Random) -> dict[str, Any]:
             pixels.append(numbers.standard_normal((1, 3, side * SIDE, side * SIDE)))
             placeholders = [[IMAGE] * (4 if family == "internvl" else 9)]
         tokens += [BEGIN, *(token for row in placeholders for token in row), END]
-    tokens += [draw.randint(3, 90) for _ in range(draw.randint(2, 30))]
+    text = draw.randint(2, 30) if length is None else length - len(tokens)
+    tokens += [draw.randint(3, 90) for _ in range(text)]
     document: dict[str, Any] = {"input_ids": tokens}
     if images:
         document["pixel_values"] = np.concatenate(pixels).astype(np.float32)

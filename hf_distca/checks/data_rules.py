@@ -143,6 +143,17 @@ class Data:
         "input_ids",
         condition="placeholders of images that do not fit the images of the document",
     )
+    NOT_PROCESSED = Refusal(
+        "document {index} of {name} cannot be read or processed ({why})",
+        "its text and its images make one document",
+        "mend it or leave it out; {name}[{index}] reads it alone",
+        condition="a picture that is missing or broken, or that the processor refuses",
+    )
+    STREAM_OF_IMAGES = Refusal(
+        "{name} is a stream of documents with images",
+        "plans need the images of a whole micro-batch, and a rank reads its own part of a stream",
+        "load the data set without streaming=True",
+    )
     CUT_IMAGES = Refusal(
         "{name} has images and {length} tokens, more than {limit} ({capacity})",
         "a document with images is not cut",

@@ -260,18 +260,27 @@ class ProcessedDocuments(Dataset[dict[str, Any]]):
     Args:
         dataset: gives examples by index, with texts and images.
         collate: makes a batch of one example: tokens [1, L], and fields of its images.
+        name: name of the data set in errors.
     """
 
-    def __init__(self, dataset: Any, collate: Callable[[list[dict[str, Any]]], Any]) -> None:
+    def __init__(
+        self, dataset: Any, collate: Callable[[list[dict[str, Any]]], Any], name: str
+    ) -> None:
         self.dataset = dataset
         self._collate = collate
+        self._name = name
 
     def __len__(self) -> int:
         return len(self.dataset)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        # Collators take images out of the example that they get.
-        batch = self._collate([dict(self.dataset[index])])
+        try:
+            # Collators take images out of the example that they get.
+            batch = self._collate([dict(self.dataset[index])])
+        # Files, decoders and processors raise anything.
+        except Exception as error:
+            why = f"{type(error).__name__}: {error}"
+            raise Data.NOT_PROCESSED.error(index=index, name=self._name, why=why) from error
         return {
             name: value[0].numpy() if name in TOKEN_COLUMNS else np.asarray(value)
             for name, value in batch.items()

@@ -64,7 +64,8 @@ class DistCASFTTrainer(DistCAMixin, SFTTrainer):
         self._targets: dict[str, list[float]] = defaultdict(list)
         super().__init__(model, args, *positional, **kwargs)
         if self._is_vision_dataset:
-            self._process_when_read()
+            for name in DATASETS:
+                setattr(self, name, self._processed(getattr(self, name), name))
         for name in DATASETS:
             _check_examples_remain(
                 self._unprepared[name], getattr(self, name), name, args.max_length
@@ -84,19 +85,23 @@ class DistCASFTTrainer(DistCAMixin, SFTTrainer):
                     check_texts(dataset, key, args.dataset_text_field)
         return super()._prepare_arguments(arguments)
 
-    def _process_when_read(self) -> None:
-        """Let TRL's collator for images make each document when it is read."""
-        collate = self.data_collator
-        for name in DATASETS:
-            given: Any = getattr(self, name)
-            if isinstance(given, dict):
-                setattr(
-                    self,
-                    name,
-                    {key: ProcessedDocuments(dataset, collate) for key, dataset in given.items()},
-                )
-            elif given is not None:
-                setattr(self, name, ProcessedDocuments(given, collate))
+    def _processed(self, given: Any, name: str) -> Any:
+        """Return data sets whose documents TRL's collator for images makes when they are read."""
+        if given is None or isinstance(given, str | ProcessedDocuments):
+            return given
+        if isinstance(given, dict):
+            return {
+                key: self._processed(dataset, f"{name}[{key!r}]") for key, dataset in given.items()
+            }
+        if is_stream(given):
+            raise Data.STREAM_OF_IMAGES.error(name=name)
+        return ProcessedDocuments(given, self.data_collator, name)
+
+    def evaluate(self, eval_dataset: Any = None, *args: Any, **kwargs: Any) -> dict[str, float]:
+        """Evaluate as `SFTTrainer.evaluate` does."""
+        if self._is_vision_dataset:
+            eval_dataset = self._processed(eval_dataset, "eval_dataset")
+        return super().evaluate(eval_dataset, *args, **kwargs)
 
     def compute_loss(
         self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any

@@ -30,11 +30,13 @@ class DocumentImages:
     Attributes:
         images: of dtype IMAGE, by document.
         placeholders: of dtype PLACEHOLDERS, by document and row.
+        always: modalities whose encoders run in every micro-batch.
     """
 
     model: ImageModel
     images: Table
     placeholders: Table
+    always: frozenset[str] = frozenset()
 
     @classmethod
     def of_parts(
@@ -55,6 +57,12 @@ class DocumentImages:
     def documents(self) -> IntArray:
         """Documents that have images, in order."""
         return np.unique(self.images["document"])
+
+    @property
+    def modalities(self) -> frozenset[str]:
+        """Names of the modalities that documents have."""
+        numbers = np.unique(self.images["modality"]).tolist()
+        return frozenset(self.model.modalities[number].name for number in numbers)
 
     def of_documents(self, documents: IntArray) -> "DocumentImages":
         """Return the images of some documents, which get new numbers: their order here."""
@@ -77,6 +85,7 @@ class DocumentImages:
             self.model,
             np.concatenate(images) if images else np.zeros(0, IMAGE),
             np.concatenate(placeholders) if placeholders else np.zeros(0, PLACEHOLDERS),
+            self.always,
         )
 
     def check_whole(

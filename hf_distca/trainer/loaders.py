@@ -52,6 +52,7 @@ from hf_distca.models.images import image_model
 from hf_distca.models.sharing import log_alone
 from hf_distca.plan import PLAN_KEY, MicroBatchPlan
 from hf_distca.trainer.arguments import DistCAPaddedArguments
+from hf_distca.trainer.parallel import gathers_parameters
 
 logger = logging.getLogger(__name__)
 
@@ -157,7 +158,12 @@ class PackedLoaders:
             error = caught
         groups.raise_together(error, in_world=True)
         parts: list[PartOfDataset] = groups.all_gather(mine)
-        self._images[id(dataset)] = DocumentImages.of_parts(model, parts)
+        images = DocumentImages.of_parts(model, parts)
+        if images is not None and gathers_parameters(self._trainer.accelerator):
+            # In a micro-batch without a gradient of an encoder, ZeRO-3 would take that of an
+            # earlier step again. A filler has a gradient of 0.
+            images = replace(images, always=images.modalities)
+        self._images[id(dataset)] = images
         return parts
 
     def images(self, dataset: Any) -> DocumentImages | None:

@@ -124,5 +124,7 @@ def test_families(rank_pools, tmp_path, family, ranks, ping_pong):
 def test_strategies(rank_pools, tmp_path, strategy):
     expected = stock_training("qwen3_vl")
     arguments = {CHECKPOINTING: True, "ping_pong": True}
-    for result in rank_pools[2].run(train, str(tmp_path), "qwen3_vl", strategy, arguments):
+    for result in rank_pools[2].run(
+        train, str(tmp_path), "qwen3_vl", strategy, arguments, keeps_groups=True
+    ):
         assert_equal(result, expected)

@@ -133,13 +133,13 @@ class DistCAConfig:
     )
     share_prefixes: bool = setting(
         True,
-        "Compute equal beginnings of sequences once, if they have 128 tokens or more. The prompt "
-        "of several completions is such a beginning. So is the history that documents of an "
-        "agent's session repeat. Documents that share rows come together in a micro-batch. Where "
-        "sharing would change results, each sequence is computed alone, and the reason is logged "
-        "once. The reasons are dropout, hybrid models, and rotary embeddings that depend on a "
-        "document's length. Packed documents of streams, evaluations and predictions are always "
-        "computed alone.",
+        "Prefix sharing: compute an equal prefix of several sequences once, if it has 128 tokens "
+        "or more. The prompt of several completions is such a prefix. So is the history that "
+        "documents of an agent's session repeat. Documents that share a prefix come together in a "
+        "micro-batch. Where prefix sharing would change results, no prefixes are shared, and the "
+        "reason is logged once. The reasons are dropout, hybrid models, and rotary embeddings that "
+        "depend on a document's length. Packed documents of streams, evaluations and predictions "
+        "never share prefixes.",
     )
     ranks_per_node: str = setting(
         AUTO,

@@ -85,7 +85,7 @@ class Run:
     )
     LOST_TARGETS = Refusal(
         "{model} computed a loss from other rows than its decoder returned",
-        "documents that begin alike share rows, and a row comes once for each of its targets",
+        "documents with an equal prefix share rows, and a row comes once for each of its targets",
         "set share_prefixes=False",
     )
     NO_TARGETS = Refusal(

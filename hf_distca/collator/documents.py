@@ -366,23 +366,23 @@ def _has_between(values: pa.ChunkedArray, lower: int, upper: int) -> bool:
 
 def check_targets(
     dataset: Any,
-    excerpts: NDArray[np.void],
+    spans: NDArray[np.void],
     columns: Columns = ANY_COLUMNS,
     *,
     name: str = A_DATASET,
 ) -> None:
-    """Raise ValueError if no token of any excerpt is a target: a training would change nothing.
+    """Raise ValueError if no token of any span is a target: a training would change nothing.
 
     Documents are read in order up to the first one with a target.
 
     Args:
-        excerpts: [excerpts] of dtype EXCERPT, from `fit_documents`.
+        spans: [spans] of dtype SPAN, from `fit_documents`.
     """
     if is_stored(dataset):
         used_columns = columns.used(dataset.column_names, name)
         dataset = dataset.select_columns(used_columns).with_format("numpy")
     is_cut = False
-    for index, start, stop, end in excerpts.tolist():
+    for index, start, stop, end in spans.tolist():
         _, targets = token_document(dataset[index], f"document {index} of {name}", columns)
         is_cut |= end < len(targets)
         # The last token of a document predicts nothing, and a token that truncation dropped is no
@@ -390,11 +390,11 @@ def check_targets(
         targets_stop = min(stop, end - 1)
         if np.any(targets[start:targets_stop] != IGNORED_TARGET):
             return
-    longest = int((excerpts["stop"] - excerpts["start"]).max(initial=0))
+    longest = int((spans["stop"] - spans["start"]).max(initial=0))
     refusal = Data.TARGETS_CUT if is_cut else Data.NO_TARGETS
     if longest == 1:
         refusal = Data.SINGLE_TOKENS
-    documents = len(np.unique(excerpts["document"]))
+    documents = len(np.unique(spans["document"]))
     raise refusal.error(name=name, documents=documents, longest=longest)
 
 

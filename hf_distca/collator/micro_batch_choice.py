@@ -31,11 +31,11 @@ def draws_for_whole_ranks(lengths: NDArray[np.int64], settings: PlanSettings, se
     shuffled = np.random.default_rng(seed).permutation(lengths)
     tokens_up_to = np.cumsum(shuffled)
     count = np.searchsorted(tokens_up_to, SAMPLED_BATCHES * capacity, side="right")
-    excerpts = fit_documents(shuffled[:count], settings.tokens_per_rank, "error", "tokens_per_rank")
+    spans = fit_documents(shuffled[:count], settings.tokens_per_rank, "error", "tokens_per_rank")
 
     def micro_batches(bins: int) -> Iterator[NDArray[np.int64]]:
         """Yield the lengths of each micro-batch's documents."""
-        for (micro_batch,) in GlobalBatchSampler(excerpts, capacity // bins, seed=seed, bins=bins):
-            yield micro_batch.excerpts["stop"]
+        for (micro_batch,) in GlobalBatchSampler(spans, capacity // bins, seed=seed, bins=bins):
+            yield micro_batch.spans["stop"]
 
     return whole_ranks_pay(micro_batches(1), micro_batches(settings.ranks), settings)

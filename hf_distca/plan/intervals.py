@@ -62,7 +62,7 @@ def overlaps(table: Table, ordered: Table) -> tuple[IntArray, IntArray, IntArray
         ordered: disjoint entries by (document, start), which hold all rows of `table`.
 
     Returns:
-        For each piece, in the order of `table`: the index of its entry in `table`, the index of the
+        For each part, in the order of `table`: the index of its entry in `table`, the index of the
         entry in `ordered` that holds it, start and stop.
     """
     # (document, row) as one number: the last border up to a row begins the entry that holds it.
@@ -84,12 +84,12 @@ def joined(*tables: Table) -> Table:
 
 
 def cut_at(table: Table, ordered: Table) -> tuple[Table, Table]:
-    """Return a table cut as in `overlaps`, and the entry of `ordered` that holds each piece."""
+    """Return a table cut as in `overlaps`, and the entry of `ordered` that holds each part."""
     entry, holder, start, stop = overlaps(table, ordered)
-    pieces = table.take(entry)
-    pieces["start"] = start
-    pieces["stop"] = stop
-    return pieces, ordered.take(holder)
+    parts = table.take(entry)
+    parts["start"] = start
+    parts["stop"] = stop
+    return parts, ordered.take(holder)
 
 
 def union(tasks: Table) -> Table:

@@ -249,13 +249,13 @@ def cut_where_room(documents: Iterable[int], lengths: IntArray, room: IntArray) 
         [segments] of dtype SEGMENT.
     """
     left = room.tolist()
-    pieces = []
+    segments = []
     for document in documents:
         stop = int(lengths[document])
         while stop > 0:
             rank = left.index(max(left))
             start = max(stop - left[rank], 0)
-            pieces.append((document, start, stop, rank, 0))
+            segments.append((document, start, stop, rank, 0))
             left[rank] -= stop - start
             stop = start
-    return np.array(pieces, SEGMENT)
+    return np.array(segments, SEGMENT)

@@ -1,4 +1,4 @@
-"""Counts of a plan that its prediction needs: tasks of each group, and rows that travel."""
+"""Counts of a plan that its prediction needs: tasks of each kernel call, and rows that travel."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

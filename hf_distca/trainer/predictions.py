@@ -91,19 +91,19 @@ class Predictions:
     For each micro-batch call `begin`, `see` for each chunk of rows in order, and `end`.
 
     Args:
-        excerpts: for each micro-batch, its [documents] of dtype EXCERPT.
+        spans: for each micro-batch, its [spans] of dtype SPAN.
         documents: number of documents in the data set.
     """
 
     def __init__(
         self,
         function: Function,
-        excerpts: Iterator[NDArray[np.void]],
+        spans: Iterator[NDArray[np.void]],
         documents: int,
         groups: Groups,
     ) -> None:
         self._function = function
-        self._excerpts = excerpts
+        self._spans = spans
         self._documents = documents
         self._groups = groups
         self._pieces: list[Piece] = []
@@ -204,14 +204,14 @@ class Predictions:
                 function=FUNCTION, seen=self._seen, rows=len(self._targets)
             )
         self._groups.raise_together(self._error)
-        excerpts = next(self._excerpts)
+        spans = next(self._spans)
         for document, start, row, result in self._results:
-            if document < len(excerpts):  # else a filler
-                index, excerpt_start, *_ = excerpts[document].tolist()
+            if document < len(spans):  # else a filler
+                index, span_start, *_ = spans[document].tolist()
                 arrays: Any = nested_numpify(result)
                 rows = tree_leaves(arrays)[0].shape[1]
                 targets = self._targets[row : row + rows]
-                self._pieces.append(Piece(index, excerpt_start + start, targets, arrays))
+                self._pieces.append(Piece(index, span_start + start, targets, arrays))
 
     def joined(self) -> tuple[Any, NDArray[np.int64]]:
         """Return predictions and labels of all documents. A collective.

@@ -53,7 +53,7 @@ def offload_activations(
     excess: int = 0,
     hidden_bytes: int | None = None,
 ) -> None:
-    """Let checkpoints of layers go to the host as the settings say.
+    """Let activation checkpoints of layers go to the host as the settings say.
 
     A collective of the world.
 

@@ -49,8 +49,9 @@ def checkpointing_options(args: Any) -> dict[str, Any] | None:
 def move_default(args: Any) -> None:
     """Move a default of the earlier setting of activation checkpointing to the later setting.
 
-    Another library may turn on activation checkpointing by default, under the earlier name. transformers would
-    warn of that name, which nobody has written. A value that somebody gave stays there.
+    Another library may turn on activation checkpointing by default, under the earlier name.
+    transformers would warn of that name, which nobody has written. A value that a user set stays
+    there.
     """
     default = type(args).__dataclass_fields__[EARLIER].default
     is_default = default is not None and args.gradient_checkpointing == default

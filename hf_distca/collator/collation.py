@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch.utils.data import Dataset
 
 from hf_distca.batches.limits import IGNORED_TARGET
@@ -22,6 +21,7 @@ from hf_distca.collator.documents import (
 )
 from hf_distca.collator.sampler import GlobalMicroBatch
 from hf_distca.plan import PLAN_KEY, MicroBatchPlan
+from hf_distca.plan.arrays import IntArray, Table
 from hf_distca.plan.intervals import rounds_of
 from hf_distca.planner.prefixes import SequencePaths
 from hf_distca.planner.sequences import NO_SEQUENCE, PlannedSequences, on_rank, plan_sequences
@@ -42,9 +42,9 @@ class PlannedDocuments:
     """
 
     sequences: PlannedSequences
-    spans: NDArray[np.void]  # [spans] of dtype SPAN
+    spans: Table  # [spans] of dtype SPAN
     # Whole documents from `token_document`, by index in the data set.
-    documents: dict[int, NDArray[np.int64]]
+    documents: dict[int, IntArray]
 
     @property
     def plan(self) -> MicroBatchPlan:
@@ -52,7 +52,7 @@ class PlannedDocuments:
         (plan,) = self.sequences.plans
         return plan
 
-    def rows(self, span: int) -> NDArray[np.int64]:
+    def rows(self, span: int) -> IntArray:
         """Return [2, rows] tokens and targets of a span."""
         index, *bounds = self.spans[span].item()
         return span_rows(self.documents[index], *bounds)
@@ -67,7 +67,7 @@ class RankDocuments(Dataset[PlannedDocuments]):
     """
 
     dataset: Any  # gives examples by index, as `token_document` expects them
-    lengths: NDArray[np.int64]  # [documents], from `document_lengths`
+    lengths: IntArray  # [documents], from `document_lengths`
     settings: PlanSettings
     rank: int
     columns: Columns = ANY_COLUMNS
@@ -110,7 +110,7 @@ class RankDocuments(Dataset[PlannedDocuments]):
             examples = self.dataset.__getitems__(indices)
         else:
             examples = [self.dataset[index] for index in indices]
-        documents: dict[int, NDArray[np.int64]] = {}
+        documents: dict[int, IntArray] = {}
         for index, example in zip(indices, examples, strict=True):
             document = token_document(example, f"document {index} of {self.name}", self.columns)
             check_planned_length(document, self.lengths[index], index, self.name)
@@ -181,7 +181,7 @@ class DistCACollator:
                 "data set and GlobalBatchSampler as its batch_sampler"
             )
         (planned,) = features
-        parts: list[tuple[int, NDArray[np.int64]]] = []
+        parts: list[tuple[int, IntArray]] = []
         for entry in on_rank(planned.sequences.rank_rows, self.rank):
             start, span = int(entry["start"]), int(entry["sequence"])
             if span == NO_SEQUENCE:
@@ -203,8 +203,8 @@ def shared_targets(planned: PlannedDocuments, rank: int) -> dict[str, Any]:
     Returns:
         `labels` and `shift_labels` [1, targets], and under TARGET_ROWS their rows.
     """
-    targets: list[NDArray[np.int64]] = []
-    rows: list[NDArray[np.int64]] = []
+    targets: list[IntArray] = []
+    rows: list[IntArray] = []
     for entry in on_rank(planned.sequences.sequence_tokens, rank):
         entry_targets = planned.rows(int(entry["sequence"]))[1, entry["start"] : entry["stop"]]
         has_target = np.flatnonzero(entry_targets != IGNORED_TARGET)
@@ -223,7 +223,7 @@ def shared_targets(planned: PlannedDocuments, rank: int) -> dict[str, Any]:
     }
 
 
-def span_rows(document: NDArray[np.int64], start: int, stop: int, end: int) -> NDArray[np.int64]:
+def span_rows(document: IntArray, start: int, stop: int, end: int) -> IntArray:
     """Return [2, rows] tokens and targets of a SPAN of a document from `token_document`."""
     rows = document[:, start:stop]
     if stop == end:  # a token that truncation dropped is no target
@@ -232,7 +232,7 @@ def span_rows(document: NDArray[np.int64], start: int, stop: int, end: int) -> N
     return rows
 
 
-def rows_batch(parts: Sequence[tuple[int, NDArray[np.int64]]]) -> dict[str, torch.Tensor]:
+def rows_batch(parts: Sequence[tuple[int, IntArray]]) -> dict[str, torch.Tensor]:
     """Concatenate rows of documents into a model's inputs, each [1, all rows] int64.
 
     Labels are already shifted.

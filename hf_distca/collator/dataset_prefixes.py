@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from hf_distca.batches.limits import IGNORED_TARGET
 from hf_distca.collator.documents import READ_BATCH, Columns, token_document
-from hf_distca.plan.arrays import IntArray
+from hf_distca.plan.arrays import IntArray, Table
 from hf_distca.planner.prefixes import BLOCK, SequencePaths, hashes_of, share_prefixes
 
 MOST_TARGETS = 2
@@ -136,7 +136,7 @@ class DatasetPrefixes:
         shared_targets[documents] = np.add.reduceat(block_targets, firsts, dtype=np.int64)
         return cls(parents, ends, shared_targets, lengths)
 
-    def trees(self, spans: NDArray[np.void], most_rows: int) -> tuple[IntArray, IntArray]:
+    def trees(self, spans: Table, most_rows: int) -> tuple[IntArray, IntArray]:
         """Divide spans among prefix trees; a span that shares no row is a tree of its own.
 
         Args:
@@ -162,7 +162,7 @@ class DatasetPrefixes:
         return trees, rows_of[firsts]
 
     def paths(
-        self, spans: NDArray[np.void], trees: IntArray, most_rows: int, *, joins: bool
+        self, spans: Table, trees: IntArray, most_rows: int, *, joins: bool
     ) -> SequencePaths | None:
         """Return the paths of a micro-batch's spans; None if the spans share no row.
 
@@ -195,9 +195,7 @@ class DatasetPrefixes:
         whole_blocks = len(blocks) if stop == self.lengths[document] else stop // BLOCK
         return blocks[::-1][:whole_blocks]
 
-    def _paths(
-        self, spans: NDArray[np.void], trees: IntArray | None, most_rows: int
-    ) -> SequencePaths:
+    def _paths(self, spans: Table, trees: IntArray | None, most_rows: int) -> SequencePaths:
         """Return the paths of spans, which share rows inside `trees` only if these are given."""
         lengths = (spans["stop"] - spans["start"]).tolist()
         tree_of_spans = [0] * len(spans) if trees is None else trees.tolist()
@@ -210,7 +208,7 @@ class DatasetPrefixes:
             hashes.append(tuple(blocks))
         return share_prefixes(lengths, hashes, most_rows)
 
-    def _have_few_targets(self, paths: SequencePaths, spans: NDArray[np.void]) -> NDArray[np.bool_]:
+    def _have_few_targets(self, paths: SequencePaths, spans: Table) -> NDArray[np.bool_]:
         """Return [trees] whether each tree has few enough targets, or a single span."""
         tree_rows = paths.trees.tree_lengths
         trees = paths.tree_of_sequences
@@ -219,7 +217,7 @@ class DatasetPrefixes:
         return np.asarray(is_single | (targets <= MOST_TARGETS * tree_rows))
 
     def _trees_of(
-        self, alike: IntArray, spans: NDArray[np.void], most_rows: int
+        self, alike: IntArray, spans: Table, most_rows: int
     ) -> list[tuple[IntArray, int]]:
         """Divide spans with the same first block into trees that fit and have few targets.
 
@@ -247,7 +245,7 @@ class DatasetPrefixes:
                 with_rows.append((members, rows))
         return with_rows
 
-    def _runs(self, members: IntArray, spans: NDArray[np.void], most_rows: int) -> list[IntArray]:
+    def _runs(self, members: IntArray, spans: Table, most_rows: int) -> list[IntArray]:
         """Divide spans in the order of their blocks into runs that fit and have few targets."""
         blocks = {member: self._blocks(spans[member]) for member in members.tolist()}
         lengths = spans["stop"] - spans["start"]

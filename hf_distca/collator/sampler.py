@@ -5,14 +5,13 @@ from dataclasses import dataclass
 from itertools import chain
 
 import numpy as np
-from numpy.typing import NDArray
 from torch.utils.data import Sampler
 
 from hf_distca.batches.limits import NO_LIMITS, Limits
 from hf_distca.checks.data_rules import Data
 from hf_distca.collator.dataset_prefixes import DatasetPrefixes
 from hf_distca.collator.documents import A_DATASET
-from hf_distca.plan.arrays import IntArray
+from hf_distca.plan.arrays import IntArray, Table
 from hf_distca.plan.intervals import expand
 from hf_distca.planner.bin_packing import (
     largest_first,
@@ -39,7 +38,7 @@ def fit_documents(
     *,
     name: str = A_DATASET,
     limits: Limits = NO_LIMITS,
-) -> NDArray[np.void]:
+) -> Table:
     """Return [spans] of documents by the policy for long documents, in the order of the data set.
 
     A document within the limit becomes one span. "truncate" keeps the first tokens. "split" cuts
@@ -94,7 +93,7 @@ def fit_documents(
 class GlobalMicroBatch:
     """Spans of documents that all ranks train on in one forward and backward pass."""
 
-    spans: NDArray[np.void]  # [spans] of dtype SPAN
+    spans: Table  # [spans] of dtype SPAN
     # Costs by which the planner chooses; None for the costs in the reader's settings.
     costs: StepCosts | None = None
     # [spans] prefix tree of each; spans of a tree may share rows. None: no prefix sharing.
@@ -136,7 +135,7 @@ class GlobalBatchSampler(Sampler[list[GlobalMicroBatch]]):
 
     def __init__(
         self,
-        spans: NDArray[np.void],
+        spans: Table,
         capacity: int,
         shuffle: bool = True,
         seed: int = 0,
@@ -201,7 +200,7 @@ class GlobalBatchSampler(Sampler[list[GlobalMicroBatch]]):
             spans = self.spans[batch]
             yield [GlobalMicroBatch(spans, self._costs(), self._trees_in(batch))]
 
-    def spans_in_order(self) -> Iterator[NDArray[np.void]]:
+    def spans_in_order(self) -> Iterator[Table]:
         """Yield the spans of each micro-batch of this epoch."""
         for batch in self._batches_in_order():
             yield self.spans[batch]

@@ -11,7 +11,6 @@ import numpy as np
 import torch
 from datasets.distributed import split_dataset_by_node
 from datasets.fingerprint import Hasher
-from numpy.typing import NDArray
 from torch.utils.data import IterableDataset, get_worker_info
 
 from hf_distca.batches.limits import NO_LIMITS, Limits
@@ -20,6 +19,7 @@ from hf_distca.collator.collation import rows_batch, span_rows
 from hf_distca.collator.documents import ANY_COLUMNS, Columns, token_document
 from hf_distca.collator.sampler import fit_documents
 from hf_distca.collator.texts import TextStream
+from hf_distca.plan.arrays import IntArray
 from hf_distca.planner.bin_packing import pack_in_order
 from hf_distca.units import counted
 
@@ -149,7 +149,7 @@ class StreamPacker(IterableDataset[dict[str, Any]]):
                 "document_lengths": lengths,
             }
 
-    def _documents(self) -> Iterator[NDArray[np.int64]]:
+    def _documents(self) -> Iterator[IntArray]:
         """Yield documents of this rank and process, [2, L] tokens and targets, within the limit."""
         limit = self.tokens_per_rank
         limit_name = "tokens_per_rank"

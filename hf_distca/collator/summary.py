@@ -1,12 +1,12 @@
 """Summary of a data set for its user: its documents, and which of them are cut or shortened."""
 
 import numpy as np
-from numpy.typing import NDArray
 
+from hf_distca.plan.arrays import IntArray, Table
 from hf_distca.units import counted
 
 
-def documents_summary(name: str, lengths: NDArray[np.int64], spans: NDArray[np.void]) -> str:
+def documents_summary(name: str, lengths: IntArray, spans: Table) -> str:
     """Return one line about the documents that a training packs.
 
     Args:

@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 import torch.distributed as dist
-from numpy.typing import NDArray
 from torch import Tensor
 
 from hf_distca.batches.limits import Limits
@@ -25,7 +24,8 @@ from hf_distca.checks.batch_rules import Batch
 from hf_distca.dispatch.bound import BoundPlan
 from hf_distca.dispatch.dispatcher import Dispatcher
 from hf_distca.dispatch.process_groups import Groups
-from hf_distca.plan.intervals import Table, expand, rounds_of, row_counts
+from hf_distca.plan.arrays import IntArray, Table
+from hf_distca.plan.intervals import expand, rounds_of, row_counts
 from hf_distca.planner.padding import NO_RANK, PlannedPadding, plan_padded
 from hf_distca.planner.prefixes import Hashes, hashes_of
 from hf_distca.planner.sequences import on_rank
@@ -51,8 +51,8 @@ SequenceSummary = tuple[tuple[int, ...], tuple[Hashes, ...] | None]
 class Sequences:
     """The sequences of a padded batch, on the host."""
 
-    firsts: NDArray[np.int64]  # [B] column of each sequence's first token
-    lengths: NDArray[np.int64]  # [B] number of tokens of each sequence
+    firsts: IntArray  # [B] column of each sequence's first token
+    lengths: IntArray  # [B] number of tokens of each sequence
     hashes: tuple[Hashes, ...] | None = None  # of each sequence, with prefix sharing
 
     @property
@@ -109,9 +109,7 @@ def read_sequences(
     return Sequences(firsts, lengths, hashes)
 
 
-def _hashes(
-    batch: PaddedBatch, firsts: NDArray[np.int64], lengths: NDArray[np.int64]
-) -> tuple[Hashes, ...]:
+def _hashes(batch: PaddedBatch, firsts: IntArray, lengths: IntArray) -> tuple[Hashes, ...]:
     """Return the hashes of each sequence, which depend on all integers of its tokens."""
     tokens_BLC = torch.stack(list(batch.columns.values()), -1).cpu().numpy()
     return tuple(
@@ -266,7 +264,7 @@ class RowTravel:
         return arriving
 
 
-def _counts(ranks: NDArray[np.int64], rows: NDArray[np.int64], number_of_ranks: int) -> list[int]:
+def _counts(ranks: IntArray, rows: IntArray, number_of_ranks: int) -> list[int]:
     counts: list[int] = (
         np.bincount(ranks, weights=rows, minlength=number_of_ranks).astype(int).tolist()
     )

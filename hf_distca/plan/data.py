@@ -9,9 +9,8 @@ from functools import cached_property
 from typing import Literal
 
 import numpy as np
-from numpy.typing import NDArray
 
-from hf_distca.plan.arrays import IntArray
+from hf_distca.plan.arrays import IntArray, Table
 
 PLAN_KEY = "distca_plan"
 """Key of the plan in a batch, and keyword that passes the plan from a model to its attention
@@ -103,7 +102,7 @@ class Layout:
     lengths: IntArray
     """[documents] one past the last row of each document. A document attends causally to its own
     rows and to the rows of its path before them only."""
-    segments: NDArray[np.void]
+    segments: Table
     """[segments] of dtype SEGMENT by (rank, offset): all rows of all documents, and of each rank
     [0, n), once."""
     ranks: int
@@ -130,10 +129,10 @@ class Layout:
 
     @property
     def own_starts(self) -> IntArray:
-        """[documents] int64: first row of each document; 0 for one that continues no other."""
+        """[documents] int64: first row of each document; 0 for a root."""
         return np.zeros_like(self.lengths) if self.branches is None else self.branches.starts
 
-    def of_rank(self, rank: int) -> NDArray[np.void]:
+    def of_rank(self, rank: int) -> Table:
         """Return the segments of one rank in the order of its rows."""
         return self.segments.compress(self.segments["rank"] == rank)
 
@@ -159,7 +158,7 @@ class Plan:
     """
 
     layout: Layout
-    tasks: NDArray[np.void]
+    tasks: Table
     workers: int
     window: int | None = None
     stage_rows: int | None = None

@@ -5,12 +5,9 @@ A table is a structured array with the fields document, start and stop, such as 
 """
 
 import numpy as np
-from numpy.typing import NDArray
 
 from hf_distca.plan import TASK
-from hf_distca.plan.arrays import IntArray
-
-Table = NDArray[np.void]
+from hf_distca.plan.arrays import IntArray, Table
 
 ROWS = np.dtype([("document", np.int64), ("start", np.int64), ("stop", np.int64)])
 """Rows [start, stop) of a document."""

@@ -17,12 +17,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hf_distca.plan import TASK, Branches, Plan
-from hf_distca.plan.arrays import FloatArray, IntArray
+from hf_distca.plan.arrays import FloatArray, IntArray, Table
 from hf_distca.plan.cost import pairs
 from hf_distca.plan.intervals import (
     ROW_LIMIT,
     ROWS,
-    Table,
     by_document,
     ceil_div,
     cut_at,

@@ -3,8 +3,7 @@
 import numpy as np
 
 from hf_distca.plan import Branches
-from hf_distca.plan.arrays import IntArray
-from hf_distca.plan.intervals import Table
+from hf_distca.plan.arrays import IntArray, Table
 
 
 def along_paths(rows: Table, branches: Branches) -> tuple[Table, IntArray]:

@@ -17,11 +17,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from hf_distca.plan import Branches, Plan
-from hf_distca.plan.arrays import IntArray
+from hf_distca.plan.arrays import IntArray, Table
 from hf_distca.plan.cost import pairs
 from hf_distca.plan.intervals import (
     ROWS,
-    Table,
     by_document,
     expand,
     joined,
@@ -159,7 +158,7 @@ class Stage:
     remote_kv: CallTasks
     remote_query: CallTasks  # received queries and keys, bottom-right causal
     # Received queries and all keys before them; empty with a window, on remote workers, and with
-    # one stage where no document continues another.
+    # one stage without prefix sharing.
     remote_query_prefix: CallTasks
 
 

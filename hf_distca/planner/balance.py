@@ -22,16 +22,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from hf_distca.plan import TASK, AttentionKind, Layout, Plan
-from hf_distca.plan.arrays import FloatArray, IntArray
+from hf_distca.plan.arrays import FloatArray, IntArray, Table
 from hf_distca.plan.cost import Workers, pairs, row_reaching
-from hf_distca.plan.intervals import (
-    Table,
-    by_document,
-    cut_at,
-    joined,
-    merged,
-    moved_by,
-)
+from hf_distca.plan.intervals import by_document, cut_at, joined, merged, moved_by
 from hf_distca.planner.balancing_pass import Problem, balancing_pass
 from hf_distca.planner.bin_packing import largest_first
 from hf_distca.planner.layout import assemble, check_settings, layout_of_kind

@@ -12,16 +12,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from hf_distca.plan import TASK, AttentionKind, Layout
-from hf_distca.plan.arrays import FloatArray, IntArray
+from hf_distca.plan.arrays import FloatArray, IntArray, Table
 from hf_distca.plan.cost import Workers, pairs, pairs_at, row_reaching
-from hf_distca.plan.intervals import (
-    Table,
-    grain,
-    joined,
-    local_tasks,
-    merged,
-    moved_by,
-)
+from hf_distca.plan.intervals import grain, joined, local_tasks, merged, moved_by
 from hf_distca.planner.settings import PlanSettings
 
 BUSY = 0.8

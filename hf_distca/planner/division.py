@@ -14,8 +14,8 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from hf_distca.plan import SEGMENT
-from hf_distca.plan.arrays import FloatArray, IntArray
-from hf_distca.plan.intervals import Table, joined, row_counts, table_of
+from hf_distca.plan.arrays import FloatArray, IntArray, Table
+from hf_distca.plan.intervals import joined, row_counts, table_of
 from hf_distca.planner.bin_packing import NOWHERE, Bins, largest_first
 
 LONG_SHARE = 0.25

@@ -7,11 +7,10 @@ from itertools import chain
 import numpy as np
 
 from hf_distca.plan import SEGMENT, AttentionKind, Branches, Layout
-from hf_distca.plan.arrays import IntArray
+from hf_distca.plan.arrays import IntArray, Table
 from hf_distca.plan.cost import as_lengths
 from hf_distca.plan.intervals import (
     ROWS,
-    Table,
     expand,
     merge_touching,
     overlaps,

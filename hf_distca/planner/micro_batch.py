@@ -25,7 +25,7 @@ def plan_micro_batch(
 
     Args:
         lengths: one past the last row of each document.
-        branches: which documents continue others; None if none do.
+        branches: branches of prefix trees; None without prefix sharing.
 
     Raises:
         ValueError: the ranks cannot hold the documents, or document_layout="whole" would have to

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from hf_distca.checks.batch_rules import Batch
-from hf_distca.plan.arrays import IntArray
-from hf_distca.plan.intervals import Table
+from hf_distca.plan.arrays import IntArray, Table
 from hf_distca.planner.prefixes import Hashes, SequencePaths, share_prefixes
 from hf_distca.planner.sequences import (
     TOKENS,

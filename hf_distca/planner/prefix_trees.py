@@ -11,8 +11,8 @@ from functools import cached_property
 import numpy as np
 
 from hf_distca.plan import AttentionKind, Branches, Layout
-from hf_distca.plan.arrays import FloatArray, IntArray
-from hf_distca.plan.intervals import ROWS, Table, overlaps
+from hf_distca.plan.arrays import FloatArray, IntArray, Table
+from hf_distca.plan.intervals import ROWS, overlaps
 from hf_distca.predict.seconds import StepCosts
 from hf_distca.predict.walk import document_seconds
 
@@ -25,7 +25,7 @@ class PrefixTrees:
     branches: Branches
     tree_lengths: IntArray  # [trees] rows of all branches of each tree
     order: IntArray  # [documents] all documents, tree after tree, depth first
-    placed: Table  # [documents] of dtype ROWS in this order: tree, and rows of the tree
+    placed: Table  # [documents] of dtype ROWS, by `order`: the tree as document, and its rows
 
     @classmethod
     def of(cls, lengths: IntArray, branches: Branches) -> "PrefixTrees":
@@ -74,7 +74,7 @@ class PrefixTrees:
             trees: the tree of each document of `layout`.
             layout: its documents are whole trees.
         """
-        # 1. The branches of these trees, tree after tree.
+        # 1. List the branches of these trees, tree after tree.
         number_of_tree = np.full(len(self.tree_lengths), -1)
         number_of_tree[trees] = np.arange(len(trees))
         placed = self.placed.take(np.arange(len(self.placed)))
@@ -86,7 +86,7 @@ class PrefixTrees:
         placed = placed.take(by_tree)
         documents = self.order[by_tree]
 
-        # 2. Segments of trees are cut where a branch begins; rows are counted along paths.
+        # 2. Cut segments of trees where a branch begins, and count rows along paths.
         segment, branch, start, stop = overlaps(layout.segments, placed)
         segments = layout.segments.take(segment)
         segments["offset"] += start - segments["start"]
@@ -95,8 +95,8 @@ class PrefixTrees:
         segments["start"] = start + to_path[branch]
         segments["stop"] = stop + to_path[branch]
 
-        # 3. Parents by their numbers in this layout.
-        number = np.full(len(self.lengths) + 1, -1)  # the last one is for documents without parent
+        # 3. Number the parents as documents of this layout.
+        number = np.full(len(self.lengths) + 1, -1)  # the last one is for roots
         number[documents] = np.arange(len(documents))
         parents = number[self.branches.parents[documents]]
         branches = Branches(parents, self.branches.starts[documents])

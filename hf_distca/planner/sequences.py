@@ -14,15 +14,8 @@ from itertools import count
 import numpy as np
 
 from hf_distca.plan import Branches, MicroBatchPlan
-from hf_distca.plan.arrays import IntArray
-from hf_distca.plan.intervals import (
-    ROWS,
-    Table,
-    by_document,
-    overlaps,
-    rows_before_in,
-    table_of,
-)
+from hf_distca.plan.arrays import IntArray, Table
+from hf_distca.plan.intervals import ROWS, by_document, overlaps, rows_before_in, table_of
 from hf_distca.plan.paths import along_paths
 from hf_distca.planner.bin_packing import largest_first, place_evenly
 from hf_distca.planner.micro_batch import plan_micro_batch
@@ -73,11 +66,11 @@ class PlannedSequences:
 
         Tokens of several sequences may have the same row.
         """
-        # 1. The branches whose rows make up each sequence.
+        # 1. Find the branches on the path of each sequence.
         whole_sequences = table_of(ROWS, document=self.paths.ends, stop=self.lengths)
         on_path, sequence = along_paths(whole_sequences, self.paths.trees.branches)
         rows_of_branches = by_document(self._rows.compress(self._rows["document"] != NO_SEQUENCE))
-        # 2. The ranks that hold these rows.
+        # 2. Find the ranks that hold these rows.
         part, entry, start, stop = overlaps(on_path, rows_of_branches)
         rows = rows_of_branches.take(entry)
         rows["offset"] += start - rows["start"]
@@ -167,7 +160,7 @@ def _plan_branches(
 ) -> MicroBatchPlan:
     """Plan the branches of some trees, and fillers of one token each."""
     lengths = np.append(trees.lengths[branches], np.ones(fillers, np.int64))
-    number = np.full(len(trees.lengths) + 1, -1)  # the last one is for branches without parent
+    number = np.full(len(trees.lengths) + 1, -1)  # the last one is for roots
     number[branches] = np.arange(len(branches))
     parents = np.append(number[trees.branches.parents[branches]], np.full(fillers, -1))
     starts = np.append(trees.branches.starts[branches], np.zeros(fillers, np.int64))

@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-from numpy.typing import NDArray
 
+from hf_distca.plan.arrays import Table
 from hf_distca.plan.nodes import node_sizes
 from hf_distca.planner.padding import NO_RANK, PlannedPadding
 from hf_distca.run import RunSpec
@@ -145,7 +145,7 @@ def _travel_seconds(planned: PlannedPadding, run: RunSpec) -> float:
     return float(token_seconds + hidden_travels * state_seconds)
 
 
-def _most_rows(travelling: NDArray[np.void], run: RunSpec) -> int:
+def _most_rows(travelling: Table, run: RunSpec) -> int:
     """Return the most rows that a rank sends, or receives."""
     leaves = (travelling["source"] != NO_RANK) & (travelling["source"] != travelling["rank"])
     rows = (travelling["stop"] - travelling["start"])[leaves]

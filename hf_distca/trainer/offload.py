@@ -27,7 +27,8 @@ LAYER_TENSORS = 8
 """Most tensors of a layer's activation checkpoint: its input, and O and log-sum-exp of two
 nano-batches."""
 REMAINDERS = LAYER_TENSORS * CHUNK_BYTES
-"""Most bytes of host memory that a layer's activation checkpoint leaves empty, at the ends of its tensors."""
+"""Most bytes of host memory that a layer's activation checkpoint leaves empty, at the ends of its
+tensors."""
 
 
 class RankNeeds(NamedTuple):

@@ -201,7 +201,9 @@ def test_rows_that_branches_gather_and_merge(script):
     assert prefix_plans.gathered_rows(routes) == 8 + 4
     assert prefix_plans.merged_rows(routes) == 4
     assert (
-        prefix_plans.shared_over_alone("pairs", {"pairs, shared, ms": 2, "pairs, alone, ms": 8})
+        prefix_plans.shared_over_unshared(
+            "pairs", {"pairs, shared, ms": 2, "pairs, unshared, ms": 8}
+        )
         == 0.25
     )
     prompts = prefix_plans.Prompts(256, (128, 129), (1, 2)).drawn(2)

@@ -84,7 +84,7 @@ class Step(NamedTuple):
     gradients: dict[str, Tensor]
     seconds: float
     peak_bytes: int
-    offloaded_bytes: int = 0  # memory for checkpoints of layers
+    offloaded_bytes: int = 0  # memory for activation checkpoints of layers
 
 
 def qwen3(positions: int, implementation: str) -> nn.Module:

@@ -102,11 +102,11 @@ class DistCAConfig:
     )
     offload_activations: Switch = setting(
         AUTO,
-        "Under gradient checkpointing, a layer's checkpoint goes to host memory while the next "
-        "layer computes. It comes back before the layer's backward pass. At most two of the moved "
-        "checkpoints are on the device at a time. True moves all checkpoints except the last two. "
-        "'auto' moves as many as do not fit into a GPU, by the memory that a trainer counts before "
-        "training; it moves none on CPUs and in custom loops.",
+        "Under gradient checkpointing, a layer's activation checkpoint goes to host memory while "
+        "the next layer computes. It comes back before the layer's backward pass. At most two of "
+        "the moved activation checkpoints are on the device at a time. True moves those of all "
+        "layers except the last two. 'auto' moves as many as do not fit into a GPU, by the memory "
+        "that a trainer counts before training; it moves none on CPUs and in custom loops.",
     )
     loss_chunk_bytes: BytesOrAuto = setting(
         AUTO,
@@ -128,18 +128,18 @@ class DistCAConfig:
         "computes all rows at once; 4096 to 16384 keep a GPU busy. Experts are not changed. "
         "Gradients of weights are summed chunk by chunk, which rounds them more often: 'auto' "
         "takes 8192 rows where training would not fit into a GPU otherwise, by the memory that a "
-        "trainer counts before training, with checkpoints on the host. 'auto' takes all rows at "
-        "once on CPUs and in custom loops.",
+        "trainer counts before training, with activation checkpoints on the host. 'auto' takes all "
+        "rows at once on CPUs and in custom loops.",
     )
     share_prefixes: bool = setting(
         True,
-        "Compute equal beginnings of sequences once, if they have 128 tokens or more. The prompt "
-        "of several completions is such a beginning. So is the history that documents of an "
-        "agent's session repeat. Documents that share rows come together in a micro-batch. Where "
-        "sharing would change results, each sequence is computed alone, and the reason is logged "
-        "once. The reasons are dropout, hybrid models, and rotary embeddings that depend on a "
-        "document's length. Packed documents of streams, evaluations and predictions are always "
-        "computed alone.",
+        "Prefix sharing: compute an equal prefix of several sequences once, if it has 128 tokens "
+        "or more. The prompt of several completions is such a prefix. So is the history that "
+        "documents of an agent's session repeat. Documents that share a prefix come together in a "
+        "micro-batch. Where prefix sharing would change results, no prefixes are shared, and the "
+        "reason is logged once. The reasons are dropout, hybrid models, and rotary embeddings that "
+        "depend on a document's length. Packed documents of streams, evaluations and predictions "
+        "never share prefixes.",
     )
     ranks_per_node: str = setting(
         AUTO,

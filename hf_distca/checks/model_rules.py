@@ -205,8 +205,8 @@ class Models:
     CHECKPOINT_INSIDE = Refusal(
         "{module} runs in a gradient checkpoint that begins inside its decoder layer",
         "recomputation would lack the layer's plan and mix documents",
-        f"put checkpoints around whole layers, as model.{CHECKPOINTING}_enable() does",
-        condition="checkpoints that begin inside a decoder layer with such a module",
+        f"put activation checkpoints around whole layers, as model.{CHECKPOINTING}_enable() does",
+        condition="activation checkpoints that begin inside a decoder layer with such a module",
     )
     NO_LAYERS = Rule(
         "{0.model} has no decoder layer based on transformers' GradientCheckpointingLayer",

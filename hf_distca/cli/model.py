@@ -33,7 +33,7 @@ class Case(NamedTuple):
 
     shown: str  # in a table
     checkpointing: dict[str, Any] | None  # transformers' keyword arguments; None without
-    offload: bool  # what checkpoints keep is on the host
+    offload: bool  # whether activation checkpoints are on the host
 
 
 CASES = {

@@ -1,4 +1,4 @@
-"""Host memory, copies and the predicted step where checkpoints of layers are offloaded."""
+"""Host memory, copies and the predicted step where activation checkpoints are offloaded."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -26,7 +26,7 @@ def offload_of(
     profile: str,
     memory: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """Return the memory and seconds of a step with offloaded checkpoints.
+    """Return the memory and seconds of a step with offloaded activation checkpoints.
 
     The figures are those of the strategy that takes the least memory of a device. A layer waits for
     its copy as far as the copy takes longer than the computation of a layer.
@@ -70,7 +70,7 @@ def offload_of(
 
 
 def offload_lines(figures: dict[str, Any]) -> Iterator[str]:
-    """Yield the lines of the table of a step with offloaded checkpoints, from `offload_of`."""
+    """Yield the lines of the table of offloaded activation checkpoints, from `offload_of`."""
     rows = {
         f"offloaded under {figures['strategy']}": (
             f"{counted(figures['layers'], 'layer')}, {figures['host_bytes'] / GB:.1f} GB of host "

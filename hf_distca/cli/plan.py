@@ -84,7 +84,7 @@ stay whole. CUDA, NCCL and gaps between tensors take some 2 GB more. MLPs comput
 unless --mlp-chunk-rows is a number: set 8192 to count what training does where it does not fit
 otherwise. Kernels of Liger are not counted.
 
-With --offload what checkpoints of layers keep is counted as host memory, for all layers but two.
+With --offload activation checkpoints are counted as host memory, for all layers but two.
 The step is predicted by --profile, with copies of 55 GB/s in each direction beside computation.
 """
 
@@ -115,8 +115,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add(
         "--offload",
         action="store_true",
-        help="count what checkpoints of layers keep as host memory, and predict the copies and the "
-        "step, with --model",
+        help="count activation checkpoints as host memory, and predict the copies and the step, "
+        "with --model",
     )
     costs = (
         "costs of the device that predict a step with --offload: h100, h200, cpu, or a file that "
@@ -216,7 +216,8 @@ def _check_model_options(options: argparse.Namespace) -> None:
             )
         if options.offload:
             raise InputError(
-                "--offload moves checkpoints of a model, but no model is given; add --model"
+                "--offload moves a model's activation checkpoints, but no model is given; add "
+                "--model"
             )
         if options.strategy is not None:
             raise InputError(

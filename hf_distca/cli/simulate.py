@@ -64,10 +64,10 @@ documents fit into whole ranks, all strategies get these. Memory is counted as h
 """
 
 SHARED_IF_PADDED = (
-    "Here every sequence is computed alone. Padded batches share equal beginnings: --padded 8 "
+    "These figures are without prefix sharing. Padded batches share equal prefixes: --padded 8 "
     "compares them."
 )
-"""Advice where sequences begin alike and no padded batches are compared."""
+"""Advice where sequences have equal prefixes and no padded batches are compared."""
 MARK = " *"
 IN_TRANSFORMERS = "* transformers, accelerate or TRL run it on packed documents."
 """Mark of strategies in the table, and its meaning."""

@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch.utils.data import Dataset
 
 from hf_distca.batches.limits import IGNORED_TARGET
+from hf_distca.collator.dataset_prefixes import DatasetPrefixes
 from hf_distca.collator.documents import (
     A_DATASET,
     ANY_COLUMNS,
@@ -19,11 +19,11 @@ from hf_distca.collator.documents import (
     is_stored,
     token_document,
 )
-from hf_distca.collator.prefixes import SharedBeginnings
 from hf_distca.collator.sampler import GlobalMicroBatch
 from hf_distca.plan import PLAN_KEY, MicroBatchPlan
+from hf_distca.plan.arrays import IntArray, Table
 from hf_distca.plan.intervals import rounds_of
-from hf_distca.planner.prefixes import SharedPrefixes
+from hf_distca.planner.prefixes import SequencePaths
 from hf_distca.planner.sequences import NO_SEQUENCE, PlannedSequences, on_rank, plan_sequences
 from hf_distca.planner.settings import PlanSettings
 
@@ -38,13 +38,13 @@ in each of which a row comes once."""
 class PlannedDocuments:
     """A planned global micro-batch with the documents of which one rank holds rows.
 
-    The sequences of the micro-batch are its excerpts in order.
+    The sequences of the micro-batch are its spans, in order.
     """
 
     sequences: PlannedSequences
-    excerpts: NDArray[np.void]  # [excerpts] of dtype EXCERPT
+    spans: Table  # [spans] of dtype SPAN
     # Whole documents from `token_document`, by index in the data set.
-    documents: dict[int, NDArray[np.int64]]
+    documents: dict[int, IntArray]
 
     @property
     def plan(self) -> MicroBatchPlan:
@@ -52,10 +52,10 @@ class PlannedDocuments:
         (plan,) = self.sequences.plans
         return plan
 
-    def rows(self, excerpt: int) -> NDArray[np.int64]:
-        """Return [2, rows] tokens and targets of an excerpt."""
-        index, *bounds = self.excerpts[excerpt].item()
-        return excerpt_rows(self.documents[index], *bounds)
+    def rows(self, span: int) -> IntArray:
+        """Return [2, rows] tokens and targets of a span."""
+        index, *bounds = self.spans[span].item()
+        return span_rows(self.documents[index], *bounds)
 
 
 @dataclass(eq=False)
@@ -67,12 +67,12 @@ class RankDocuments(Dataset[PlannedDocuments]):
     """
 
     dataset: Any  # gives examples by index, as `token_document` expects them
-    lengths: NDArray[np.int64]  # [documents], from `document_lengths`
+    lengths: IntArray  # [documents], from `document_lengths`
     settings: PlanSettings
     rank: int
     columns: Columns = ANY_COLUMNS
     name: str = A_DATASET  # in errors
-    beginnings: SharedBeginnings | None = None  # None: each document is computed alone
+    prefixes: DatasetPrefixes | None = None  # None: no prefix sharing
 
     def __post_init__(self) -> None:
         dataset = self.dataset
@@ -93,40 +93,38 @@ class RankDocuments(Dataset[PlannedDocuments]):
 
     def __getitem__(self, micro_batch: GlobalMicroBatch) -> PlannedDocuments:
         # 1. Plan the micro-batch.
-        excerpts = micro_batch.excerpts
-        lengths = excerpts["stop"] - excerpts["start"]
+        spans = micro_batch.spans
+        lengths = spans["stop"] - spans["start"]
         settings = self.settings
         if micro_batch.costs is not None:
             settings = replace(settings, costs=micro_batch.costs)
-        trees = self._shared_prefixes(micro_batch) or SharedPrefixes.of_none(lengths)
-        sequences = plan_sequences(trees, lengths, settings)
+        paths = self._paths(micro_batch) or SequencePaths.unshared(lengths)
+        sequences = plan_sequences(paths, lengths, settings)
         # 2. Read the documents of which this rank holds rows.
-        held = on_rank(sequences.held, self.rank)["sequence"]
-        used = held[held != NO_SEQUENCE]
+        used = on_rank(sequences.rank_rows, self.rank)["sequence"]
+        used = used[used != NO_SEQUENCE]
         if sequences.shared_rows:
-            used = np.append(used, on_rank(sequences.read, self.rank)["sequence"])
-        indices = np.unique(excerpts["document"][used]).tolist()
+            used = np.append(used, on_rank(sequences.sequence_tokens, self.rank)["sequence"])
+        indices = np.unique(spans["document"][used]).tolist()
         if hasattr(self.dataset, "__getitems__"):  # one batched read
             examples = self.dataset.__getitems__(indices)
         else:
             examples = [self.dataset[index] for index in indices]
-        documents: dict[int, NDArray[np.int64]] = {}
+        documents: dict[int, IntArray] = {}
         for index, example in zip(indices, examples, strict=True):
             document = token_document(example, f"document {index} of {self.name}", self.columns)
             check_planned_length(document, self.lengths[index], index, self.name)
             documents[index] = document
-        return PlannedDocuments(sequences, excerpts, documents)
+        return PlannedDocuments(sequences, spans, documents)
 
-    def _shared_prefixes(self, micro_batch: GlobalMicroBatch) -> SharedPrefixes | None:
-        """Return what the excerpts of a micro-batch share; None if nothing."""
-        if self.beginnings is None or micro_batch.groups is None:
+    def _paths(self, micro_batch: GlobalMicroBatch) -> SequencePaths | None:
+        """Return the paths of a micro-batch's spans; None if the spans share no row."""
+        if self.prefixes is None or micro_batch.trees is None:
             return None
-        # Groups that fit into one rank each may not fit together.
+        # Trees that each fit into one rank may not fit as one tree.
         may_join = self.settings.document_layout != "whole"
         most_rows = self.settings.tokens_per_rank * (self.settings.ranks if may_join else 1)
-        return self.beginnings.shared(
-            micro_batch.excerpts, micro_batch.groups, most_rows, joins=may_join
-        )
+        return self.prefixes.paths(micro_batch.spans, micro_batch.trees, most_rows, joins=may_join)
 
 
 class DistCACollator:
@@ -149,11 +147,11 @@ class DistCACollator:
         >>> dataset = [{"input_ids": [11, 12, 13, 14]}, {"input_ids": [21, 22]}]
         >>> settings = PlanSettings(ranks=2, tokens_per_rank=3, document_layout="fixed")
         >>> lengths = document_lengths(dataset, progress=False)
-        >>> excerpts = fit_documents(lengths, 6, "error", "ranks · tokens_per_rank")
+        >>> spans = fit_documents(lengths, 6, "error", "ranks · tokens_per_rank")
         >>> for rank in range(2):
         ...     loader = DataLoader(
         ...         RankDocuments(dataset, lengths, settings, rank),
-        ...         batch_sampler=GlobalBatchSampler(excerpts, capacity=6, shuffle=False),
+        ...         batch_sampler=GlobalBatchSampler(spans, capacity=6, shuffle=False),
         ...         collate_fn=DistCACollator(rank),
         ...     )
         ...     batch = next(iter(loader))
@@ -183,13 +181,13 @@ class DistCACollator:
                 "data set and GlobalBatchSampler as its batch_sampler"
             )
         (planned,) = features
-        parts: list[tuple[int, NDArray[np.int64]]] = []
-        for entry in on_rank(planned.sequences.held, self.rank):
-            start, excerpt = int(entry["start"]), int(entry["sequence"])
-            if excerpt == NO_SEQUENCE:
+        parts: list[tuple[int, IntArray]] = []
+        for entry in on_rank(planned.sequences.rank_rows, self.rank):
+            start, span = int(entry["start"]), int(entry["sequence"])
+            if span == NO_SEQUENCE:
                 rows = np.array([[self.filler_token_id], [IGNORED_TARGET]])
             else:
-                rows = planned.rows(excerpt)[:, start : entry["stop"]]
+                rows = planned.rows(span)[:, start : entry["stop"]]
             parts.append((start, rows))
         batch: dict[str, Any] = rows_batch(parts)
         if planned.sequences.shared_rows:
@@ -198,16 +196,16 @@ class DistCACollator:
 
 
 def shared_targets(planned: PlannedDocuments, rank: int) -> dict[str, Any]:
-    """Return the targets of a rank's rows for all excerpts that have them, and the targets' rows.
+    """Return the targets of a rank's rows for all spans that have them, and the targets' rows.
 
     Rows without a target are left out. Without any target there is one label that does not count.
 
     Returns:
         `labels` and `shift_labels` [1, targets], and under TARGET_ROWS their rows.
     """
-    targets: list[NDArray[np.int64]] = []
-    rows: list[NDArray[np.int64]] = []
-    for entry in on_rank(planned.sequences.read, rank):
+    targets: list[IntArray] = []
+    rows: list[IntArray] = []
+    for entry in on_rank(planned.sequences.sequence_tokens, rank):
         entry_targets = planned.rows(int(entry["sequence"]))[1, entry["start"] : entry["stop"]]
         has_target = np.flatnonzero(entry_targets != IGNORED_TARGET)
         targets.append(entry_targets[has_target])
@@ -225,8 +223,8 @@ def shared_targets(planned: PlannedDocuments, rank: int) -> dict[str, Any]:
     }
 
 
-def excerpt_rows(document: NDArray[np.int64], start: int, stop: int, end: int) -> NDArray[np.int64]:
-    """Return [2, rows] tokens and targets of an EXCERPT of a document from `token_document`."""
+def span_rows(document: IntArray, start: int, stop: int, end: int) -> IntArray:
+    """Return [2, rows] tokens and targets of a SPAN of a document from `token_document`."""
     rows = document[:, start:stop]
     if stop == end:  # a token that truncation dropped is no target
         rows = rows.copy()
@@ -234,7 +232,7 @@ def excerpt_rows(document: NDArray[np.int64], start: int, stop: int, end: int) -
     return rows
 
 
-def rows_batch(parts: Sequence[tuple[int, NDArray[np.int64]]]) -> dict[str, torch.Tensor]:
+def rows_batch(parts: Sequence[tuple[int, IntArray]]) -> dict[str, torch.Tensor]:
     """Concatenate rows of documents into a model's inputs, each [1, all rows] int64.
 
     Labels are already shifted.

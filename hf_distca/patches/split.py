@@ -218,8 +218,8 @@ class ThreadState:
         Self is the state around its layer.
 
         Raises:
-            ValueError: a checkpoint or offloading context inside the layer is open: it would also
-                take the other nano-batch's saved tensors.
+            ValueError: an activation checkpoint or offloading context inside the layer is open: it
+                would also take the other nano-batch's saved tensors.
         """
         state_inside = ThreadState(self._device_type)
         if state_inside._saved_tensors != self._saved_tensors:

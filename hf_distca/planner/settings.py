@@ -5,9 +5,9 @@ from math import inf
 from typing import Literal
 
 import numpy as np
-from numpy.typing import NDArray
 
 from hf_distca.plan import AttentionKind
+from hf_distca.plan.arrays import IntArray
 from hf_distca.plan.cost import BALANCE_TOLERANCE, RowBytes, Workers
 from hf_distca.plan.nodes import node_sizes, nodes_of
 from hf_distca.plan.stages import EXCHANGE_BUFFER_BYTES
@@ -124,7 +124,7 @@ class PlanSettings:
         """Return the size of a row of Q, of K and V, and of O in one layer."""
         return RowBytes.of_kind(kind, self.bytes_per_value)
 
-    def workers(self, rows: NDArray[np.int64]) -> Workers | None:
+    def workers(self, rows: IntArray) -> Workers | None:
         """Return the speeds of ranks that hold [ranks] rows besides.
 
         None if all ranks are alike.

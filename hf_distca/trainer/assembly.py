@@ -31,7 +31,7 @@ from hf_distca.models.decoder import base_model, mixing_layers
 from hf_distca.models.describe import describe_run
 from hf_distca.models.loading import plan_attention
 from hf_distca.models.model_facts import check_is_model
-from hf_distca.models.sharing import shares_prefixes, why_sequences_stay_alone
+from hf_distca.models.sharing import shares_prefixes, why_sequences_share_nothing
 from hf_distca.models.tables import model_limits
 from hf_distca.patches.head import adapted_heads
 from hf_distca.patches.layers import plan_layers
@@ -176,7 +176,7 @@ def pack_padded(
         with dispatcher.groups.raised_together():
             plan_attention(base_model(model))
             prepare_model(model, dispatcher.run)
-    shares = shares_prefixes(config, why_sequences_stay_alone(model), dispatcher.groups.rank)
+    shares = shares_prefixes(config, why_sequences_share_nothing(model), dispatcher.groups.rank)
     pack_backbone(model, PaddedBatches(dispatcher, share_prefixes=shares))
     return dispatcher
 

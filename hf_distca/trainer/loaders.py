@@ -23,6 +23,12 @@ from transformers.trainer_utils import seed_worker
 
 from hf_distca.checks.data_rules import Data
 from hf_distca.collator.collation import DistCACollator, RankDocuments
+from hf_distca.collator.dataset_prefixes import (
+    DatasetPrefixes,
+    block_hashes,
+    first_hashes,
+    repeated,
+)
 from hf_distca.collator.documents import (
     READ_BATCH,
     Columns,
@@ -34,19 +40,13 @@ from hf_distca.collator.documents import (
 )
 from hf_distca.collator.forking import FORK_HANGS, fork_can_hang
 from hf_distca.collator.padding_free import CollatorWithLengths
-from hf_distca.collator.prefixes import (
-    SharedBeginnings,
-    block_hashes,
-    first_hashes,
-    repeated,
-)
 from hf_distca.collator.sampler import GlobalBatchSampler, fit_documents
 from hf_distca.collator.streams import NOTHING_READ, StreamPacker
 from hf_distca.collator.summary import documents_summary
 from hf_distca.dispatch.bound import BoundPlan
 from hf_distca.dispatch.dispatcher import Dispatcher
 from hf_distca.dispatch.process_groups import Groups
-from hf_distca.models.sharing import log_alone
+from hf_distca.models.sharing import log_no_sharing
 from hf_distca.plan import PLAN_KEY, MicroBatchPlan
 from hf_distca.trainer.arguments import DistCAPaddedArguments
 
@@ -81,8 +81,8 @@ class PackedLoaders:
         # By the id of a data set: the data set, its lengths and its fingerprint. The data set is
         # kept alive, so that no other object gets its id.
         self._lengths: dict[int, tuple[Any, tuple[NDArray[np.int64], str]]] = {}
-        # By the id of a data set of those: what its documents have in common.
-        self._beginnings: dict[int, SharedBeginnings | None] = {}
+        # By the id of a data set of those: the equal prefixes of its documents.
+        self._prefixes: dict[int, DatasetPrefixes | None] = {}
         self._have_targets: set[int] = set()  # ids of data sets that are known to have targets
         self._summarized: set[int] = set()  # ids of data sets whose summary has been printed
 
@@ -127,23 +127,23 @@ class PackedLoaders:
         known = self._lengths.get(id(dataset))
         return None if known is None else int(known[1][0].sum())
 
-    def beginnings(self, dataset: Any, *, shares: bool) -> SharedBeginnings | None:
-        """Return what the documents of a data set have in common, found once; None if nothing.
+    def prefixes(self, dataset: Any, *, shares: bool) -> DatasetPrefixes | None:
+        """Return the equal prefixes of a data set's documents, found once; None if there are none.
 
         A collective of the world. Each rank hashes a share of the documents, and hashes whole
         documents only where their first blocks are equal.
 
         Args:
-            shares: whether documents that begin alike share rows; if not, None is returned.
+            shares: whether documents share prefixes; if not, None is returned.
         """
         if not shares or is_stream(dataset):
             return None
         lengths, _ = self.lengths(dataset)
-        if id(dataset) in self._beginnings:
-            return self._beginnings[id(dataset)]
+        if id(dataset) in self._prefixes:
+            return self._prefixes[id(dataset)]
         groups = self._dispatcher.groups
         name = self._name(dataset)
-        beginnings: SharedBeginnings | None = None
+        prefixes: DatasetPrefixes | None = None
         is_immutable = groups.all_gather(is_stored(dataset), in_world=True)
         if all(is_immutable):
             share = groups.rank, groups.ranks
@@ -151,7 +151,7 @@ class PackedLoaders:
             documents = repeated(hashes)
             if len(documents):
                 share_of_documents = np.array_split(documents, groups.ranks)[groups.rank]
-                beginnings = SharedBeginnings.of(
+                prefixes = DatasetPrefixes.of(
                     lengths,
                     documents,
                     *self._gathered(
@@ -163,9 +163,9 @@ class PackedLoaders:
                 f"documents of {name}, a {type(dataset).__name__}, may change between two "
                 "readings, other than those of a datasets.Dataset without a transform"
             )
-            log_alone(reason, self._args.process_index)
-        self._beginnings[id(dataset)] = beginnings
-        return beginnings
+            log_no_sharing(reason, self._args.process_index)
+        self._prefixes[id(dataset)] = prefixes
+        return prefixes
 
     def _gathered(self, make_bytes: Callable[[], tuple[bytes, ...]]) -> tuple[bytes, ...]:
         """Return the bytes that all ranks read, joined in their order. A collective of the world.
@@ -182,10 +182,10 @@ class PackedLoaders:
         groups.raise_together(error, in_world=True)
         return tuple(b"".join(parts) for parts in zip(*groups.all_gather(mine), strict=True))
 
-    def excerpts(
+    def spans(
         self, dataset: Any, capacity: int = 0, bins: int = 0
     ) -> tuple[NDArray[np.void], int, int]:
-        """Return the excerpts of a data set that fit into bins, and the size of the bins.
+        """Return the spans of a data set that fit into bins, and the size of the bins.
 
         A collective of the world where the data set is new. Every rank raises ValueError for data
         that cannot train.
@@ -197,7 +197,7 @@ class PackedLoaders:
                 whole, or else one.
 
         Returns:
-            The [excerpts] of dtype EXCERPT, the maximum number of tokens of a bin, and the number
+            The [spans] of dtype SPAN, the maximum number of tokens of a bin, and the number
             of bins of a micro-batch.
         """
         groups = self._dispatcher.groups
@@ -212,34 +212,34 @@ class PackedLoaders:
             capacity = groups.ranks * self._args.tokens_per_rank
         bin_capacity = capacity // bins
         limit_name = "tokens_per_rank" if stay_whole else "ranks · tokens_per_rank"
-        # 2. The excerpts that fit.
-        excerpts = fit_documents(
+        # 2. The spans that fit.
+        spans = fit_documents(
             lengths, bin_capacity, self._args.long_documents, limit_name, name=name, limits=limits
         )
-        excerpt_lengths = excerpts["stop"] - excerpts["start"]
-        self._dispatcher.see_length(int(excerpt_lengths.max(initial=0)))
+        span_lengths = spans["stop"] - spans["start"]
+        self._dispatcher.see_length(int(span_lengths.max(initial=0)))
         # 3. A data set without targets is refused once, on all ranks together.
         if id(dataset) not in self._have_targets:
             error: Exception | None = None
             try:
-                check_targets(dataset, excerpts, self._columns, name=name)
+                check_targets(dataset, spans, self._columns, name=name)
             except Exception as caught:
                 error = caught
             groups.raise_together(error, in_world=True)
             self._have_targets.add(id(dataset))
-        return excerpts, bin_capacity, bins
+        return spans, bin_capacity, bins
 
     def drawn_rows(self, dataset: Any, *, shares: bool) -> NDArray[np.int64]:
-        """Return the rows of what is drawn as a whole: documents, or groups that share rows.
+        """Return the rows of what is drawn as a whole: of each document, or each prefix tree.
 
         A collective of the world where the data set is new.
         """
         lengths, _ = self.lengths(dataset)
-        beginnings = self.beginnings(dataset, shares=shares)
-        if beginnings is None:
+        prefixes = self.prefixes(dataset, shares=shares)
+        if prefixes is None:
             return lengths
-        excerpts, capacity, _ = self.excerpts(dataset)
-        _, rows = beginnings.groups(excerpts, capacity)
+        spans, capacity, _ = self.spans(dataset)
+        _, rows = prefixes.trees(spans, capacity)
         return rows
 
     def print_summary(self, dataset: Any, capacity: int = 0, bins: int = 0) -> None:
@@ -248,13 +248,13 @@ class PackedLoaders:
         A collective of the world where the data set is new.
 
         Args:
-            capacity, bins: as in `excerpts`.
+            capacity, bins: as in `spans`.
         """
         lengths, _ = self.lengths(dataset)
-        excerpts, _, _ = self.excerpts(dataset, capacity, bins)
+        spans, _, _ = self.spans(dataset, capacity, bins)
         if self._args.process_index == 0 and id(dataset) not in self._summarized:
             # print would write into the progress bars of other ranks.
-            tqdm.write(documents_summary(self._name(dataset), lengths, excerpts))
+            tqdm.write(documents_summary(self._name(dataset), lengths, spans))
         self._summarized.add(id(dataset))
 
     def check_evaluation_data(self) -> None:
@@ -272,7 +272,7 @@ class PackedLoaders:
             if is_stream(dataset):
                 self._check_stream(dataset)
             else:
-                self.excerpts(dataset)
+                self.spans(dataset)
 
     def _check_stream(self, dataset: Any) -> None:
         """Raise an error on every rank if the first documents of a stream cannot be read.
@@ -332,8 +332,8 @@ class PackedLoaders:
         Batches of a data set with a length have a plan. Batches of a stream are planned later.
 
         Args:
-            capacity, bins: as in `excerpts`.
-            shares: whether documents that begin alike share rows.
+            capacity, bins: as in `spans`.
+            shares: whether documents share prefixes.
         """
         args = self._args
         groups = self._dispatcher.groups
@@ -349,9 +349,9 @@ class PackedLoaders:
             # A stream that draws random numbers draws the same in the processes of all ranks.
             options |= {"batch_size": None, "generator": torch.Generator().manual_seed(seed)}
         else:
-            excerpts, bin_capacity, bins = self.excerpts(dataset, capacity, bins)
+            spans, bin_capacity, bins = self.spans(dataset, capacity, bins)
             lengths, _ = self.lengths(dataset)
-            beginnings = self.beginnings(dataset, shares=shares)
+            prefixes = self.prefixes(dataset, shares=shares)
             source = RankDocuments(
                 dataset,
                 lengths,
@@ -359,16 +359,16 @@ class PackedLoaders:
                 groups.rank,
                 self._columns,
                 self._name(dataset),
-                beginnings,
+                prefixes,
             )
             sampler = GlobalBatchSampler(
-                excerpts,
+                spans,
                 bin_capacity,
                 shuffle=shuffle,
                 seed=seed,
                 bins=bins,
                 costs=self._dispatcher.costs,
-                beginnings=beginnings,
+                prefixes=prefixes,
             )
             options |= {
                 "batch_sampler": sampler,

@@ -39,7 +39,7 @@ NODES = "Ranks share nodes"
 CHOSEN = "The planner chooses"
 CUDA = "CUDA"
 PADDED = "Trainers with padded batches"
-SHARED = "Sequences share rows"
+SHARED = "Prefix sharing"
 
 
 class Metric(NamedTuple):
@@ -302,7 +302,7 @@ class StepMeter(TrainerCallback):
         }
         if measured.padded_rows:
             figures["padding_share"] = 1 - tokens / measured.padded_rows
-        # Rows a step, where padding is left out or beginnings are shared.
+        # Rows a step, where padding is left out or prefixes are shared.
         if self.steps and (measured.padded_rows or shared_rows):
             figures["computed_rows"] = (tokens - shared_rows) / self.steps
             figures["shared_rows"] = shared_rows / self.steps

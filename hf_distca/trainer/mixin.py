@@ -20,7 +20,7 @@ from hf_distca.collator.collation import TARGET_ROWS
 from hf_distca.collator.documents import check_dataset
 from hf_distca.collator.streams import EpochStream, StreamPacker
 from hf_distca.models.decoder import mixing_layers
-from hf_distca.models.sharing import shares_prefixes
+from hf_distca.models.sharing import shares_prefixes, why_training_shares_nothing
 from hf_distca.patches.targets import repeat_target_rows
 from hf_distca.plan import PLAN_KEY, MicroBatchPlan
 from hf_distca.trainer import resuming
@@ -36,7 +36,6 @@ from hf_distca.trainer.loaders import (
 )
 from hf_distca.trainer.planned import PlannedTraining
 from hf_distca.trainer.predictions import EvaluatedRows, Predictions
-from hf_distca.trainer.sharing import why_alone_in
 from hf_distca.units import counted
 
 logger = logging.getLogger(__name__)
@@ -96,7 +95,7 @@ class DistCAMixin(PlannedTraining):
         self._progress = resuming.DataProgress(resuming.DataPlace({}))
         self._loaders = PackedLoaders(self, dispatcher)
         self._shares = self._packs and shares_prefixes(
-            self.args, why_alone_in(self), self.args.process_index
+            self.args, why_training_shares_nothing(self), self.args.process_index
         )
         # Iterator of the present pass over the training data.
         self._epoch_iterator: Iterator[Any] | None = None
@@ -276,7 +275,7 @@ class DistCAMixin(PlannedTraining):
         order = resuming.data_order(
             self, self.dispatcher, self._loaders, packs=self._packs, shares=self._shares
         )
-        if self._loaders.beginnings(self.train_dataset, shares=self._shares) is not None:
+        if self._loaders.prefixes(self.train_dataset, shares=self._shares) is not None:
             repeat_target_rows(self.model)
         place = resuming.agreed_place(order, checkpoint, self.args, groups)
         if self._packs:
@@ -416,7 +415,7 @@ class DistCAMixin(PlannedTraining):
             raise Run.NO_ORDER.error()
         documents: Any = loader.dataset
         return Predictions(
-            function, sampler.excerpts_in_order(), len(documents), self.dispatcher.groups
+            function, sampler.spans_in_order(), len(documents), self.dispatcher.groups
         )
 
     def prediction_step(

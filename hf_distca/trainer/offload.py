@@ -1,4 +1,4 @@
-"""How many layers' checkpoints go to the host, and the host memory for that."""
+"""How many layers' activation checkpoints go to the host, and the host memory for that."""
 
 import logging
 import socket
@@ -24,10 +24,11 @@ HOST_LEFT = 0.9
 CGROUP = Path("/sys/fs/cgroup")
 """Folder with the limits of this process's container."""
 LAYER_TENSORS = 8
-"""Tensors that a layer's checkpoint keeps, at most: its input, and O and log-sum-exp of two
+"""Most tensors of a layer's activation checkpoint: its input, and O and log-sum-exp of two
 nano-batches."""
 REMAINDERS = LAYER_TENSORS * CHUNK_BYTES
-"""Most bytes of host memory that a layer's checkpoint leaves empty, at the ends of its tensors."""
+"""Most bytes of host memory that a layer's activation checkpoint leaves empty, at the ends of its
+tensors."""
 
 
 class RankNeeds(NamedTuple):
@@ -53,7 +54,7 @@ def offload_activations(
     excess: int = 0,
     hidden_bytes: int | None = None,
 ) -> None:
-    """Let checkpoints of layers go to the host as the settings say.
+    """Let activation checkpoints go to the host as the settings say.
 
     A collective of the world.
 
@@ -95,12 +96,14 @@ def offload_activations(
     if dispatcher.groups.rank == 0:
         size = layers * layer_bytes / GB
         logger.info(
-            "checkpoints of %s go to the host: %.1f GB on each rank", counted(layers, "layer"), size
+            "activation checkpoints of %s go to the host: %.1f GB on each rank",
+            counted(layers, "layer"),
+            size,
         )
 
 
 def chosen_layers(needs_of_ranks: list[RankNeeds], possible: int, setting: bool | str) -> int:
-    """Return how many layers' checkpoints go to the host, the same on every rank.
+    """Return how many layers' activation checkpoints go to the host, the same on every rank.
 
     Args:
         possible: number of layers that can.

@@ -6,7 +6,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from hf_distca.dispatch.padded_rows import OneMicroBatch, PackedBatch, PaddedBatches
-from hf_distca.models.sharing import shares_prefixes, why_sequences_stay_alone
+from hf_distca.models.sharing import shares_prefixes, why_sequences_share_nothing
 from hf_distca.patches.padded_models import pack_backbone
 from hf_distca.trainer.accepted import arguments_by_name
 from hf_distca.trainer.assembly import gathers_whole_layers, pack_padded
@@ -52,7 +52,7 @@ class DistCAPaddedMixin(PlannedTraining):
         dispatcher = self.dispatcher
         args: Any = self.args
         self._shares_prefixes = shares_prefixes(
-            args, why_sequences_stay_alone(self.model), dispatcher.groups.rank
+            args, why_sequences_share_nothing(self.model), dispatcher.groups.rank
         )
         batches = PaddedBatches(
             dispatcher,

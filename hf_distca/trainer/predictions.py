@@ -76,8 +76,8 @@ def entropies(log_probs_CV: Tensor) -> Tensor:
     return torch.cat(entropy_of_blocks)
 
 
-class Piece(NamedTuple):
-    """Rows of a document from `start` on."""
+class DocumentRows(NamedTuple):
+    """Targets and results of rows of a document from `start` on."""
 
     document: int  # index in the data set
     start: int
@@ -91,22 +91,22 @@ class Predictions:
     For each micro-batch call `begin`, `see` for each chunk of rows in order, and `end`.
 
     Args:
-        excerpts: for each micro-batch, its [documents] of dtype EXCERPT.
+        spans: for each micro-batch, its [spans] of dtype SPAN.
         documents: number of documents in the data set.
     """
 
     def __init__(
         self,
         function: Function,
-        excerpts: Iterator[NDArray[np.void]],
+        spans: Iterator[NDArray[np.void]],
         documents: int,
         groups: Groups,
     ) -> None:
         self._function = function
-        self._excerpts = excerpts
+        self._spans = spans
         self._documents = documents
         self._groups = groups
-        self._pieces: list[Piece] = []
+        self._document_rows: list[DocumentRows] = []
         self._compared = False  # whether results are known to depend on each row alone
         self._error: Exception | None = None
 
@@ -204,14 +204,14 @@ class Predictions:
                 function=FUNCTION, seen=self._seen, rows=len(self._targets)
             )
         self._groups.raise_together(self._error)
-        excerpts = next(self._excerpts)
+        spans = next(self._spans)
         for document, start, row, result in self._results:
-            if document < len(excerpts):  # else a filler
-                index, excerpt_start, *_ = excerpts[document].tolist()
+            if document < len(spans):  # else a filler
+                index, span_start, *_ = spans[document].tolist()
                 arrays: Any = nested_numpify(result)
                 rows = tree_leaves(arrays)[0].shape[1]
                 targets = self._targets[row : row + rows]
-                self._pieces.append(Piece(index, excerpt_start + start, targets, arrays))
+                self._document_rows.append(DocumentRows(index, span_start + start, targets, arrays))
 
     def joined(self) -> tuple[Any, NDArray[np.int64]]:
         """Return predictions and labels of all documents. A collective.
@@ -219,23 +219,23 @@ class Predictions:
         They are [documents, longest, ...], with -100 beyond a document's end. Labels are unshifted,
         as in a data set. The first token of a document has the label -100: nothing predicts it.
         """
-        pieces: Sequence[Piece] = list(chain(*self._groups.all_gather(self._pieces)))
-        longest = max(piece.start + len(piece.targets) for piece in pieces)
+        parts: Sequence[DocumentRows] = list(chain(*self._groups.all_gather(self._document_rows)))
+        longest = max(part.start + len(part.targets) for part in parts)
 
-        def join(*values_of_pieces: NDArray[Any]) -> NDArray[Any]:
-            example = values_of_pieces[0]
+        def join(*values_of_parts: NDArray[Any]) -> NDArray[Any]:
+            example = values_of_parts[0]
             shape = (self._documents, longest, *example.shape[2:])
             documents = np.full(shape, IGNORED_TARGET, example.dtype)
-            for piece, values in zip(pieces, values_of_pieces, strict=True):
-                documents[piece.document, piece.start : piece.start + values.shape[1]] = values[0]
+            for part, values in zip(parts, values_of_parts, strict=True):
+                documents[part.document, part.start : part.start + values.shape[1]] = values[0]
             return documents
 
         labels = np.full((self._documents, longest + 1), IGNORED_TARGET, np.int64)
-        for piece in pieces:
-            labels[piece.document, piece.start + 1 : piece.start + 1 + len(piece.targets)] = (
-                piece.targets
+        for part in parts:
+            labels[part.document, part.start + 1 : part.start + 1 + len(part.targets)] = (
+                part.targets
             )
-        return tree_map(join, *(piece.result for piece in pieces)), labels[:, :longest]
+        return tree_map(join, *(part.result for part in parts)), labels[:, :longest]
 
 
 class EvaluatedRows:

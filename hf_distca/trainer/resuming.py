@@ -55,7 +55,7 @@ CUTTING = "auto or fixed"
 FITTING = "whole on {} ranks"
 """Value of the layout where the documents of a micro-batch fit into whole ranks."""
 SHARED = "share_prefixes"
-"""Setting that decides the order of documents where some begin alike: those come together. A
+"""Setting that decides the order of documents where some share prefixes: those come together. A
 checkpoint without it has other documents, or is of an earlier version."""
 WORKERS = "dataloader_num_workers"
 """Setting that decides the order of a stream."""
@@ -219,7 +219,7 @@ def data_order(
 
     Args:
         packs: whether hf_distca packs documents.
-        shares: whether documents that begin alike share rows.
+        shares: whether documents share prefixes.
     """
     args = trainer.args
     dataset = trainer.train_dataset
@@ -239,7 +239,7 @@ def data_order(
     lengths, fingerprint = loaders.lengths(dataset)
     stay_whole = dispatcher.settings.document_layout == "whole"
     draws = args.train_sampling_strategy != "sequential"
-    has_shared = draws and loaders.beginnings(dataset, shares=shares) is not None
+    has_shared = draws and loaders.prefixes(dataset, shares=shares) is not None
     return {
         CAPACITY: ranks * args.tokens_per_rank,
         LAYOUT: FITTING.format(ranks) if stay_whole else CUTTING,

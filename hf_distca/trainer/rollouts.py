@@ -32,7 +32,7 @@ class Prompt(NamedTuple):
 
 
 def prompts_of(rollouts: dict[str, Any]) -> list[Prompt]:
-    """Return the prompt of each rollout, whole blocks of tokens alone.
+    """Return the prompt of each rollout, in whole blocks of tokens.
 
     Args:
         rollouts: `prompt_ids` and `prompt_mask` [rollouts, columns].

@@ -179,7 +179,11 @@ def test_dumps_hold_documents_segments_and_tasks(command, dumped):
         ),
         ([1], ("--model", "/nowhere"), "no model config at '/nowhere'"),
         ([1], ("--device-memory", "80"), "no model is given; add --model"),
-        ([1], ("--offload",), "--offload moves checkpoints of a model, but no model is given"),
+        (
+            [1],
+            ("--offload",),
+            "--offload moves a model's activation checkpoints, but no model is",
+        ),
         ([1], ("--strategy", "ddp"), "--strategy counts the memory of a model, but no model is"),
         ([1], ("--model", "/nowhere", "--dtype", "float16"), "counted in bfloat16 or float32 only"),
     ],

@@ -279,7 +279,7 @@ def test_trees_of_agents_share_in_padded_batches(figures, without_memory):
     assert simulation["advice"] == alone["advice"][:-1]
     strategies = {strategy["name"]: strategy for strategy in simulation["padded"]["strategies"]}
     nothing_shared, shared = (
-        strategies[name] for name in ("hf_distca, nothing shared", "hf_distca")
+        strategies[name] for name in ("hf_distca, no prefix sharing", "hf_distca")
     )
     assert shared["rows"] < 0.5 * nothing_shared["rows"]
     assert shared["step_seconds"] < 0.6 * nothing_shared["step_seconds"]

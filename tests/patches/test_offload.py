@@ -109,8 +109,8 @@ CASES = {
 
 
 def step(case: Case, *, moves: bool) -> tuple[Step, dict[str, int], int, int]:
-    """A step, bytes that went to host and device, bytes that the checkpoints of layers that move
-    keep, and chunks that the host memory lacks in the end.
+    """A step, bytes that went to host and device, bytes of activation checkpoints that move, and
+    chunks that the host memory lacks in the end.
     """
     model: Any = small_model(case.model, num_hidden_layers=LAYERS, **case.config).train()
     if case.lora:

@@ -4,7 +4,8 @@ ping-pong: equal or refused.
 Each model trains in two ways: as the trainer does, which lays documents out anew, and in a custom
 loop, whose batches come from a collator of transformers, with gradient checkpointing. A model with
 rotary embeddings trains again with those that depend on the length of a document: as the trainer
-does with longrope, and in a loop with dynamic NTK. Then padded sequences and documents begin alike.
+does with longrope, and in a loop with dynamic NTK. Then padded sequences and documents have equal
+prefixes.
 """
 
 import math
@@ -43,7 +44,7 @@ CONFIG = DistCAConfig(
 ACCEPTED = 1e-4
 """Of the loss, and of a gradient, by the largest value of its tensor."""
 ACCEPTED_OF_SHARED = 2e-4
-"""The same where equal beginnings are computed once."""
+"""The same with prefix sharing."""
 Status = Literal["equal", "refused", "not tested", "wrong", "unclear error"]
 
 
@@ -58,7 +59,7 @@ class Outcome:
     # model can have those.
     errors: dict[str, float] = field(default_factory=dict)
     layout: str = ""
-    # What becomes of equal beginnings of "padded" sequences and of "documents".
+    # What becomes of equal prefixes of "padded" sequences and of "documents".
     sharing: dict[str, Sharing] = field(default_factory=dict)
 
 
@@ -87,7 +88,7 @@ def outcome(name: str, pool: Any) -> Outcome:
 
 
 def _with_sharing(pool: Any, before: Outcome) -> Outcome:
-    """The outcome with what becomes of equal beginnings."""
+    """The outcome with what becomes of equal prefixes."""
     sharing: dict[str, Sharing] = {}
     status = before.status
     told = before.told
@@ -97,7 +98,7 @@ def _with_sharing(pool: Any, before: Outcome) -> Outcome:
         sharing[name] = kinds[0]
         if max(errors) > ACCEPTED_OF_SHARED:
             status = "wrong"
-            told += f"; {name} that begin alike: {max(errors):.1e}"
+            told += f"; {name} with equal prefixes: {max(errors):.1e}"
     return replace(before, status=status, told=told, sharing=sharing)
 
 

@@ -55,8 +55,8 @@ def _predicted(folder: str, arguments: dict[str, Any]) -> tuple[Any, ...]:
     parts = []
     predicted = trainer.predict(dataset)
     parts += [
-        (piece.document, piece.start, len(piece.targets))
-        for piece in trainer._rows.predictions._pieces
+        (part.document, part.start, len(part.targets))
+        for part in trainer._rows.predictions._document_rows
     ]
     return predicted.predictions, predicted.label_ids, predicted.metrics, trainer.evaluate(), parts
 

@@ -476,7 +476,7 @@ def order(source: str, ranks: int = 2, skip: int = 0, **changed: Any) -> dict[st
         SimpleNamespace(groups=groups(ranks), settings=SimpleNamespace(document_layout=layout)),
         SimpleNamespace(
             lengths=lambda dataset: (np.array(LENGTHS[skip:]), str(skip) * 64),
-            beginnings=lambda dataset, shares: None,
+            prefixes=lambda dataset, shares: None,
         ),
         packs="flattened" not in source,
         shares=True,

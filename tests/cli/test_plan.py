@@ -172,7 +172,7 @@ def test_json_holds_documents_segments_and_tasks(command, planned):
         (
             [1],
             ({"planning": {"balance_tolerance": "nan"}},),
-            "planning member balance_tolerance must be 0 or more (0.05 is 5 %), or 'auto', got 'nan",
+            "member balance_tolerance must be 0 or more (0.05 is 5 %), or 'auto', got 'nan'",
         ),
         (
             [1],

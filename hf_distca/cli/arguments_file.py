@@ -14,7 +14,7 @@ CHECKPOINTING = ("activation_checkpointing", "gradient_checkpointing")
 """
 CONFIG_HELP = (
     "YAML or JSON file with arguments of the training: those of DistCAConfig and "
-    "gradient_checkpointing, which is on unless the file says false. All others are passed over"
+    "gradient_checkpointing, which is on unless the file says false. All others are passed over (default: none)"
 )
 
 

@@ -14,7 +14,8 @@ CHECKPOINTING = ("activation_checkpointing", "gradient_checkpointing")
 """
 CONFIG_HELP = (
     "YAML or JSON file with arguments of the training: those of DistCAConfig and "
-    "gradient_checkpointing, which is on unless the file says false. All others are passed over (default: none)"
+    "gradient_checkpointing, which is on unless the file says false. All others are "
+    "passed over (default: none)"
 )
 
 

@@ -148,7 +148,7 @@ def planned_step(lengths: list[int], folder: str) -> Step:
     arguments = DistCATrainingArguments(
         output_dir=folder,
         tokens_per_rank=tokens,
-        exchange_buffer_bytes=tokens * 16,
+        planning={"exchange_buffer_bytes": tokens * 16},
         mlp_chunk_rows=1024,
         offload_activations=True,
         max_steps=1,

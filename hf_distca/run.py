@@ -85,7 +85,7 @@ class RunSpec:
         """
         plans = PlanSettings(
             **{
-                **config.planning(ranks, ranks_per_node),
+                **config.plan_settings(ranks, ranks_per_node),
                 "kinds": tuple(on_a_gpu(kind, tensor_parallel) for kind in model.layers),
                 **(planning or {}),
             }

@@ -211,9 +211,9 @@ class Models:
     NO_LAYERS = Rule(
         "{0.model} has no decoder layer based on transformers' GradientCheckpointingLayer",
         "ping-pong needs such layers",
-        "set ping_pong=False",
+        "set planning={{'ping_pong': False}}",
         lambda facts: facts.asks_for_ping_pong and not facts.has_layers,
-        condition="`ping_pong=True` without decoder layers of transformers' kind",
+        condition="`planning={'ping_pong': True}` without decoder layers of transformers' kind",
     )
 
 

@@ -420,7 +420,7 @@ def advice(compared: Compared, tokens_per_rank: int) -> Iterator[str]:
             "of them behind computation."
         )
         if planned.document_layout != "auto":
-            yield "A larger balance_tolerance moves fewer rows."
+            yield "A larger tolerance moves fewer rows: planning={'balance_tolerance': 0.1}."
 
 
 def _gains(compared: Compared, tokens_per_rank: int) -> Iterator[str]:

@@ -102,7 +102,11 @@ class DistCAPaddedArguments(DistCAConfig, _Arguments):
     def to_dict(self) -> dict[str, Any]:
         """Return the arguments for JSON, from which they can be made again."""
         parent: Any = super()
-        return {**parent.to_dict(), "attention_servers": self.attention_servers.plain()}
+        return {
+            **parent.to_dict(),
+            "attention_servers": self.attention_servers.plain(),
+            "planning": self.planning.plain(),
+        }
 
     @cached_property
     def _setup_devices(self) -> torch.device:

@@ -72,7 +72,7 @@ def make_dispatcher(
 
     This is a collective call: every process of the world makes it at the same point, before
     `Accelerator.prepare`, DDP, FSDP2 or DeepSpeed wraps the model. It changes the model in place:
-    decoder layers for `config.ping_pong`, MLPs for `config.mlp_chunk_rows`, and the output head for
+    decoder layers for ping-pong, MLPs for `config.mlp_chunk_rows`, and the output head for
     `config.loss_chunk_bytes`.
 
     Args:
@@ -246,6 +246,7 @@ def prepare_trainer(trainer: Trainer, *, packs: bool) -> Dispatcher:
     # several micro-batches.
     layers_run_once = not packs and parallel.gathers_parameters(accelerator)
     dtype = parallel.dtype_of_computation(model, args, accelerator)
+    never_turns = layers_run_once and args.planning.ping_pong == AUTO
     facts = facts_of_launch(model, args, accelerator, dtype)
     dispatcher = make_dispatcher(
         model,
@@ -255,7 +256,7 @@ def prepare_trainer(trainer: Trainer, *, packs: bool) -> Dispatcher:
         mesh=parallel.data_parallel_mesh(accelerator),
         checkpointed=checkpointed_layers(model, facts["checkpointing"]),
         folder=Path(str(args.output_dir)),
-        planning={"ping_pong": False} if layers_run_once and args.ping_pong == AUTO else None,
+        planning={"ping_pong": False} if never_turns else None,
         **facts,
     )
     if args.device.type == "cuda":  # the memory of other devices is unknown

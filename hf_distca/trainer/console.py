@@ -50,8 +50,7 @@ def log_choice(plan: MicroBatchPlan, args: Any, ranks: int) -> None:
         "forward"
     )
     if choice is None:
-        names = ("document_layout", "balance_tolerance", "ping_pong")
-        chosen = ", ".join(f"{name}={getattr(args, name)!r}" for name in names)
+        chosen = f"document_layout={args.document_layout!r}, planning={args.planning.plain()}"
         reason = args.why_nothing_is_compared
         logger.info(
             f"plans follow {chosen}: the planner does not compare plans, because {reason}. First "

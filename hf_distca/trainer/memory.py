@@ -87,7 +87,8 @@ def warn_of_memory(counted: CountedMemory, offloaded: int) -> None:
         logger.warning(
             "tokens_per_rank=%s will not fit: a document that fills all ranks needs %.1f GB on a "
             f"device of %.1f GB (%s). Lower tokens_per_rank, set {CHECKPOINTING}=True, or train "
-            "under FSDP2 or ZeRO-3; `hf-distca plan --model` shows the most tokens that fit",
+            "under FSDP2 or ZeRO-3; `hf-distca plan --device-memory` shows the most tokens that "
+            "fit",
             counted.tokens_per_rank,
             (counted.total - offloaded) / GB,
             counted.memory / GB,

@@ -390,15 +390,15 @@ STEPS = 50
 REMEDIES = {
     "imbalance_degree": (
         "distca/imbalance_degree is {1:.2f}: the busiest rank computes that many times the mean "
-        "core attention, and all ranks wait for it; set balance_tolerance to 0.01 (it is "
-        "{0.balance_tolerance}), lower balance_block_size (it is {0.balance_block_size}), or "
-        "raise tokens_per_rank"
+        "core attention, and all ranks wait for it; leave balance_tolerance (it is "
+        "{0.planning.balance_tolerance}) and balance_block_size (it is "
+        "{0.planning.balance_block_size}) out of planning, or raise tokens_per_rank"
     ),
     "exposed_exchange_share": (
         "distca/exposed_exchange_share is {1:.2f}: a rank waits for rows during that share of a "
-        "step; leave ping_pong (it is {0.ping_pong}) and balance_tolerance (it is "
-        "{0.balance_tolerance}) at 'auto', check links and nodes with hf-distca doctor, and find "
-        "the long waits with trace_steps=3"
+        "step; leave ping_pong (it is {0.planning.ping_pong}) and balance_tolerance (it is "
+        "{0.planning.balance_tolerance}) out of planning, check links and nodes with hf-distca "
+        "doctor, and find the long waits with trace_steps=3"
     ),
     "ping_pong_share": (
         "distca/ping_pong_share is {1:.2f}: few micro-batches run as two nano-batches, so "
@@ -422,9 +422,9 @@ class Remedies:
         # Least and greatest mean of a figure without a warning.
         self._limits = {"exposed_exchange_share": (-math.inf, 0.1)}
         # With "auto" the planner chooses these two.
-        if settings.balance_tolerance != AUTO:
+        if settings.planning.balance_tolerance != AUTO:
             self._limits["imbalance_degree"] = (-math.inf, 1.1)
-        if ping_pong and settings.ping_pong is True:
+        if ping_pong and settings.planning.ping_pong is True:
             self._limits["ping_pong_share"] = (0.1, math.inf)
         self._seen: list[tuple[int, Mapping[str, float]]] = []  # steps, and means over them
         self._seen_without_targets = False

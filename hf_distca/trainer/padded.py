@@ -76,8 +76,8 @@ class DistCAPaddedMixin(PlannedTraining):
         if gathers_whole_layers(self.model, self.dispatcher.run, self.accelerator):
             return OneMicroBatch(
                 "ZeRO-3 gathers whole layers",
-                "else set ping_pong=False and mlp_chunk_rows=0, and train models whose layers all "
-                "have attention",
+                "else set planning={'ping_pong': False} and mlp_chunk_rows=0, and train models "
+                "whose layers all have attention",
             )
         if args.gradient_checkpointing and (args.gradient_checkpointing_kwargs or {}).get(
             "use_reentrant"

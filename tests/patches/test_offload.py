@@ -115,12 +115,15 @@ def step(case: Case, *, moves: bool) -> tuple[Step, dict[str, int], int, int]:
     model: Any = small_model(case.model, num_hidden_layers=LAYERS, **case.config).train()
     if case.lora:
         model = with_lora(model)
-    settings = {"balance_tolerance": 0.01, "document_layout": "fixed", "balance_block_size": 8}
     config = DistCAConfig(
         tokens_per_rank=256,
         loss_chunk_bytes=CHUNK_BYTES,
-        ping_pong=case.ping_pong,
-        **settings,
+        document_layout="fixed",
+        planning={
+            "balance_tolerance": 0.01,
+            "balance_block_size": 8,
+            "ping_pong": case.ping_pong,
+        },
     )
     dispatcher = make_dispatcher(model, config, CPU)
     WAYS[case.way](model)

@@ -43,7 +43,14 @@ from hf_distca.patches.padded_models import plan_ahead
 from hf_distca.planner import prefixes
 from hf_distca.planner.padding import PlannedPadding, plan_padded
 from hf_distca.planner.settings import PlanSettings
-from tests.models_and_batches import SMALL, SMALL_HYBRID, SMALL_KIND, SMALL_LLAMA4, with_lora
+from tests.models_and_batches import (
+    SMALL,
+    SMALL_HYBRID,
+    SMALL_KIND,
+    SMALL_LLAMA4,
+    with_lora,
+    with_planning,
+)
 from tests.models_and_batches import small_model as small_model_of
 from tests.patches.test_rotary import LONGROPE
 from tests.ranks import RankPool
@@ -124,7 +131,7 @@ def compare_with_stock(
     batch = padded_batch(lengths_of_ranks[rank], side, rank)
     expected, expected_gradient = outputs_and_gradients(small_model(name, "eager"), batch)
     model = small_model(name, "distca")
-    config = DistCAConfig(tokens_per_rank=64, exchange_timeout=30.0, **settings)
+    config = DistCAConfig(tokens_per_rank=64, exchange_timeout=30.0, **with_planning(settings))
     dispatcher = pack_padded(model, config, torch.device("cpu"))
     try:
         outputs, gradient = outputs_and_gradients(model, batch)
@@ -177,7 +184,9 @@ def classify(lengths_of_ranks: list[list[int]]) -> None:
     )
     stock = small_model("llama", "sdpa", AutoModelForSequenceClassification)
     model = small_model("llama", "distca", AutoModelForSequenceClassification)
-    dispatcher = pack_padded(model, DistCAConfig(tokens_per_rank=64, **CUT), torch.device("cpu"))
+    dispatcher = pack_padded(
+        model, DistCAConfig(tokens_per_rank=64, **with_planning(CUT)), torch.device("cpu")
+    )
     try:
         with torch.no_grad():
             torch.testing.assert_close(
@@ -495,7 +504,10 @@ def compare_shared_with_stock(
     batch = batch_with_prefixes(dist.get_rank())
     model, stock = small_model(name, "distca"), small_model(name, "eager")
     config = DistCAConfig(
-        tokens_per_rank=64, device_profile="cpu", exchange_timeout=30.0, **settings
+        tokens_per_rank=64,
+        device_profile="cpu",
+        exchange_timeout=30.0,
+        **with_planning(settings),
     )
     dispatcher = pack_padded(model, config, torch.device("cpu"))
     batches: PaddedBatches = backbone(model).batches

@@ -28,7 +28,13 @@ from hf_distca.models.rotary_types import rotary_modules
 from hf_distca.plan import PLAN_KEY
 from hf_distca.planner.micro_batch import plan_micro_batch
 from hf_distca.trainer.assembly import make_dispatcher
-from tests.models_and_batches import cut_rows, exchanging, random_documents, reference_step
+from tests.models_and_batches import (
+    cut_rows,
+    exchanging,
+    random_documents,
+    reference_step,
+    with_planning,
+)
 from tests.survey.sharing import (
     NEGLIGIBLE,
     Sharing,
@@ -38,8 +44,12 @@ from tests.survey.sharing import (
 from tests.survey.tiny import stretched, tiny_model
 
 LENGTHS = (40, 7, 33, 1, 26, 12, 1)
+BLOCKS = {"balance_block_size": 4}
 CONFIG = DistCAConfig(
-    tokens_per_rank=64, balance_block_size=4, exchange_timeout=20.0, loss_chunk_bytes=4 * 64 * 20
+    tokens_per_rank=64,
+    planning=BLOCKS,
+    exchange_timeout=20.0,
+    loss_chunk_bytes=4 * 64 * 20,
 )
 ACCEPTED = 1e-4
 """Of the loss, and of a gradient, by the largest value of its tensor."""
@@ -148,7 +158,9 @@ def planned(name: str, rope_type: str | None, ways: tuple[str, ...]) -> tuple[st
     try:
         model = _model(name, "distca", rope_type)
         dispatcher = make_dispatcher(
-            model, replace(CONFIG, **exchanging(model)), torch.device("cpu")
+            model,
+            replace(CONFIG, **with_planning({**BLOCKS, **exchanging(model)})),
+            torch.device("cpu"),
         )
         steps = []
         for way in ways:

@@ -14,7 +14,7 @@ from hf_distca.models.sharing import why_documents_share_nothing
 from hf_distca.patches.targets import repeat_target_rows
 from hf_distca.plan import PLAN_KEY
 from hf_distca.trainer.assembly import make_dispatcher
-from tests.models_and_batches import Step, exchanging, gradients_of
+from tests.models_and_batches import Step, exchanging, gradients_of, with_planning
 from tests.patches.test_padded_models import batch_with_prefixes
 from tests.shared_documents import (
     BLOCK,
@@ -62,10 +62,9 @@ def sharing_of_documents(name: str) -> tuple[Sharing, float]:
         return "unshared", 0.0
     config = DistCAConfig(
         tokens_per_rank=128,
-        balance_block_size=4,
         exchange_timeout=20.0,
         loss_chunk_bytes=4 * 64 * 20,
-        **exchanging(model),
+        **with_planning({"balance_block_size": 4, **exchanging(model)}),
     )
     dispatcher = make_dispatcher(model, config, torch.device("cpu"))
     documents = with_equal_prefixes(LENGTHS)

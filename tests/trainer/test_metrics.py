@@ -287,7 +287,8 @@ def test_what_the_planner_chose_or_few_steps_had_is_no_problem(caplog):
     # were fine.
     caplog.clear()
     for ping_pong in ("auto", False):
-        remedies = Remedies(DistCAConfig(ping_pong=ping_pong), ping_pong=ping_pong is not False)
+        config = DistCAConfig(planning={"ping_pong": ping_pong})
+        remedies = Remedies(config, ping_pong=ping_pong is not False)
         remedies.see({**fine, "imbalance_degree": 1.3, "ping_pong_share": 0.0}, 50)
         remedies.see({**fine, "exposed_exchange_share": 0.25}, 49)
         remedies.see({}, 1)
@@ -306,7 +307,8 @@ def test_what_the_planner_chose_or_few_steps_had_is_no_problem(caplog):
 )
 def test_each_problem_is_logged_once_with_the_remedy(caplog, name, value, remedy):
     fine = {"imbalance_degree": 1.01, "exposed_exchange_share": 0.02, "ping_pong_share": 1.0}
-    remedies = Remedies(DistCAConfig(balance_tolerance=0.3, ping_pong=True), ping_pong=True)
+    config = DistCAConfig(planning={"balance_tolerance": 0.3, "ping_pong": True})
+    remedies = Remedies(config, ping_pong=True)
     remedies.see({**fine, name: value}, 49)  # few steps
     assert not caplog.records
     for _ in range(30):

@@ -21,7 +21,7 @@ from hf_distca.dispatch import padded_rows
 from hf_distca.dispatch.process_groups import Groups
 from hf_distca.patches.padded_models import PackedBackbone
 from hf_distca.trainer import preference
-from tests.models_and_batches import exchanging, small_model
+from tests.models_and_batches import exchanging, small_model, with_planning
 from tests.ranks import RankPool
 from tests.refused import refused
 from tests.trainer.chats import tokenizer
@@ -348,7 +348,7 @@ def train_with_own_loss(folder: str, way: str) -> dict[str, Any]:
             implementation="sdpa" if way == "stock" else "distca", output_hidden_states=True
         )
         arguments = {**COMMON, "output_dir": folder, "max_steps": 2, "use_cpu": True}
-        settings: dict[str, Any] = {**PLANNED, **exchanging(model)}
+        settings: dict[str, Any] = with_planning({**PLANNED, **exchanging(model)})
         if way == "mixin":
             args: Any = PaddedArguments(**arguments, **settings)
         else:

@@ -327,7 +327,7 @@ def adapted(name: str, **settings: Any) -> Any:
 
 
 def plan(model: Any) -> Any:
-    config = hf_distca.DistCAConfig(ping_pong=True)
+    config = hf_distca.DistCAConfig(planning={"ping_pong": True})
     return hf_distca.describe_run(model, config, ranks=2, device=torch.device("cpu")).plans
 
 

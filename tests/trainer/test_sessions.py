@@ -26,7 +26,7 @@ from hf_distca.models.sharing import why_training_shares_nothing
 from hf_distca.patches import targets
 from hf_distca.trainer import loaders
 from tests.late_streams import LateStreams
-from tests.models_and_batches import exchanging, small_model
+from tests.models_and_batches import exchanging, small_model, with_planning
 from tests.trainer.chats import tokenizer
 from tests.trainer.comparison import HYBRID, QUIET, STRATEGIES, Run, launched, whole
 from tests.trainer.sessions import IGNORED, sessions
@@ -136,7 +136,7 @@ def trained(folder: str, training: Training) -> list[Step]:
             "__getitem__",
             lambda documents, batch: (read.append(plan(documents, batch)), read[-1])[1],
         )
-        trainer = classes[0](args=classes[1](**settings), callbacks=[noted], **given)
+        trainer = classes[0](args=classes[1](**with_planning(settings)), callbacks=[noted], **given)
         trainer.train()
         trainer.close()
     offloads = settings.get("offload_activations", False)

@@ -29,7 +29,6 @@ from hf_distca.models.decoder import (
 from hf_distca.models.kinds import MIXING, layer_types
 from hf_distca.models.rotary_types import unknown_rotary_modules
 from hf_distca.models.tensor_parallel import is_divided_at_load
-from hf_distca.plan import ATTENTION_NAME
 
 CHANGING_MASKS = ("doge",)
 """Model types whose layers derive a mask of their own from the given mask."""
@@ -171,17 +170,6 @@ class ModelFacts:
             if getattr(self._model, flag, False):
                 names.append(implementation)
         return " or ".join(map(repr, names))
-
-    @property
-    def implementation(self) -> str:
-        """Name of the attention that the model runs."""
-        name: str = self.config._attn_implementation
-        return name
-
-    @property
-    def is_planned(self) -> bool:
-        """Whether the model runs planned attention."""
-        return self.implementation == ATTENTION_NAME
 
     @property
     def has_own_mask(self) -> bool:

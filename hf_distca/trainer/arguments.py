@@ -10,18 +10,20 @@ from accelerate.utils import parse_flag_from_env
 from transformers import TrainingArguments
 
 from hf_distca.checks.argument_rules import ARGUMENTS, PACKED_ARGUMENTS
-from hf_distca.checks.launch_rules import NOT_CONNECTED
 from hf_distca.checks.refusal import RefusedError, Rule, check, errors_of
 from hf_distca.checks.setting_names import CHECKPOINTING
 from hf_distca.config import DistCAConfig
 from hf_distca.models.checkpointing import move_default
 from hf_distca.pool.launch import Launch, on_cpu, serve_if_server, split_launch
 from hf_distca.trainer.launch_facts import refused_processes
-from hf_distca.trainer.parallel import ProcessCounts, join_on_cpu, share_on_cpu
+from hf_distca.trainer.parallel import join_on_cpu, share_on_cpu
 from hf_distca.units import setting
 
 LIGERS_LOSSES = ("fused_linear_cross_entropy", "cross_entropy")
 """Liger kernels that replace the loss of a model, or of all of transformers."""
+
+ATTENTION = "attn_implementation"
+"""Argument of `from_pretrained` that hf_distca replaces."""
 
 if TYPE_CHECKING:
     _Arguments = TrainingArguments
@@ -60,6 +62,7 @@ class DistCAPaddedArguments(DistCAConfig, _Arguments):
         move_default(self)
         parent: Any = super(DistCAConfig, self)
         parent.__post_init__()
+        self._accept_other_attention()
         check(self._rules, self)
 
     def _refused(self) -> list[RefusedError]:
@@ -85,6 +88,13 @@ class DistCAPaddedArguments(DistCAConfig, _Arguments):
             self.left_out.append("activation_offloading=True (offload_activations=True)")
             self.activation_offloading = False
             self.offload_activations = True
+
+    def _accept_other_attention(self) -> None:
+        """Leave out the attention of a model given by name, which gets planned attention."""
+        options = getattr(self, "model_init_kwargs", None)
+        if options and ATTENTION in options:
+            others = {name: value for name, value in options.items() if name != ATTENTION}
+            vars(self)["model_init_kwargs"] = others  # a field that some arguments do not have
 
     def serve_if_server(self) -> None:
         """Serve until training ends if this process is an attention server of its launch.
@@ -113,7 +123,6 @@ class DistCAPaddedArguments(DistCAConfig, _Arguments):
         self.serve_if_server()
         parent: Any = super()
         device: torch.device = parent._setup_devices
-        check((NOT_CONNECTED,), ProcessCounts.of_this_process())
         share_on_cpu(self)
         return device
 

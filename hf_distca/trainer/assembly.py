@@ -27,10 +27,8 @@ from hf_distca.dispatch.process_groups import (
 )
 from hf_distca.models import fla
 from hf_distca.models.checkpointing import layers_with_checkpoints
-from hf_distca.models.decoder import base_model, mixing_layers
+from hf_distca.models.decoder import mixing_layers
 from hf_distca.models.describe import describe_run
-from hf_distca.models.loading import plan_attention
-from hf_distca.models.model_facts import check_is_model
 from hf_distca.models.sharing import shares_prefixes, why_sequences_stay_alone
 from hf_distca.models.tables import model_limits
 from hf_distca.patches.head import adapted_heads
@@ -76,7 +74,8 @@ def make_dispatcher(
     `config.loss_chunk_bytes`.
 
     Args:
-        model: A model that was loaded with `attn_implementation="distca"`.
+        model: A loaded model of transformers, or PEFT's around one. Planned attention replaces its
+            own.
         config: Settings for packing, balancing and exchanging.
         device: Device of this rank.
         dtype: Dtype of core attention. None takes the model's. Under autocast give autocast's
@@ -102,10 +101,6 @@ def make_dispatcher(
     _check_same_settings(config)
     launched = ranks_per_node(mesh, config.exchange_timeout)
     with raised_together(config.exchange_timeout):
-        check_is_model(model)
-        plan_attention(base_model(model))
-        if checkpointed is None:
-            checkpointed = layers_with_checkpoints(model)
         run = describe_run(
             model,
             config,
@@ -113,8 +108,12 @@ def make_dispatcher(
             device=device,
             dtype=dtype,
             ranks_per_node=launched,
-            **{"checkpointing": {} if checkpointed else None, **facts},
+            **facts,
         )
+        if checkpointed is None:
+            checkpointed = layers_with_checkpoints(model)
+        if "checkpointing" not in facts:
+            run = replace(run, checkpointing={} if checkpointed else None)
     dispatcher = Dispatcher(
         run.plans,
         device,
@@ -157,7 +156,8 @@ def pack_padded(
     never trained, such as a reference model, may be wrapped already.
 
     Args:
-        model: A model that was loaded with `attn_implementation="distca"`.
+        model: A loaded model of transformers, or PEFT's around one. Planned attention replaces its
+            own.
         config: Settings for packing, balancing and exchanging. All ranks together hold
             `tokens_per_rank` tokens a rank at a time; more tokens are computed one micro-batch
             after another.
@@ -174,7 +174,6 @@ def pack_padded(
         dispatcher = make_dispatcher(model, config, device, **options)
     else:
         with dispatcher.groups.raised_together():
-            plan_attention(base_model(model))
             prepare_model(model, dispatcher.run)
     shares = shares_prefixes(config, why_sequences_stay_alone(model), dispatcher.groups.rank)
     pack_backbone(model, PaddedBatches(dispatcher, share_prefixes=shares))

@@ -15,7 +15,6 @@ from torch import Tensor
 from transformers.utils.logging import get_logger
 
 from hf_distca.checks.refusal import PackageError
-from hf_distca.models.loading import planned_attention
 from hf_distca.patches.padded_models import plan_ahead
 from hf_distca.trainer.arguments import DistCAPaddedArguments
 from hf_distca.trainer.padded import DistCAPaddedMixin
@@ -72,15 +71,7 @@ class DistCARewardConfig(DistCAPaddedArguments, RewardConfig):
 
 
 class TRLMixin(DistCAPaddedMixin):
-    """Parts of TRL's trainers that run before training: a model by its name, and log-probs."""
-
-    def _prepare_arguments(self, named: dict[str, Any]) -> dict[str, Any]:
-        args: Any = named["args"]
-        if isinstance(named.get("model"), str):
-            options: Any = args.model_init_kwargs or {}
-            attention = planned_attention(named["model"], options)
-            args.model_init_kwargs = {**options, "attn_implementation": attention}
-        return super()._prepare_arguments(named)
+    """The part of TRL's trainers that runs before training: log-probs of the reference."""
 
     def _precompute_ref_logps(self, *args: Any, **kwargs: Any) -> Any:
         """Compute log-probs of the reference, which TRL does at the end of its `__init__`."""

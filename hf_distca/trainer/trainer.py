@@ -88,8 +88,8 @@ class DistCATrainer(DistCAMixin, Trainer):
     The arguments are those of `transformers.Trainer`; `args` is a `DistCATrainingArguments`. Two
     things are added:
 
-    - `model` may be a name. The model is then loaded with `attn_implementation="distca"` and
-      `args.model_init_kwargs`.
+    - `model` may be a name. The model is then loaded with `args.model_init_kwargs`, and gets
+      planned attention.
     - A data set without `input_ids` is tokenized with `processing_class`: the text in the column
       `args.dataset_text_field`, with one end-of-sequence token after each document. Streams are
       tokenized as they are read.

@@ -358,11 +358,6 @@ WRONG: list[tuple[Any, dict[str, Any], Callable[[], Any]]] = [
         lambda: with_dropout("dropout", torch.nn.Dropout(0.2), "bert", **BERT),
     ),
     (Models.OWN_MASK, {"model": "DogeForCausalLM"}, lambda: small_model("doge")),
-    (
-        Models.OTHER_ATTENTION,
-        {"implementation": "sdpa"},
-        lambda: small_model(implementation="sdpa"),
-    ),
     (Models.DROPS_KEYWORDS, {"drops_keywords": "StableLmDecoderLayer"}, lambda: tiny("stablelm")),
     (
         Models.DROPS_KEYWORDS,
@@ -393,10 +388,9 @@ def test_models_that_planned_steps_would_get_wrong(entry, values, make):
 
 def test_all_settings_of_a_model_are_listed_at_once_and_one_reason_is_enough():
     with pytest.raises(RefusedError) as error:
-        plan(small_model("gpt2", "sdpa"))  # its config has dropout
-    assert [line.split(", but ")[0] for line in str(error.value).splitlines()[:3]] == [
-        "3 settings cannot be used:",
-        "- GPT2LMHeadModel runs attn_implementation='sdpa'",
+        plan(small_model("gpt2"))  # its config and its layers have dropout
+    assert [line.split(", but ")[0] for line in str(error.value).splitlines()[:2]] == [
+        "2 settings cannot be used:",
         "- attn_pdrop is 0.1",
     ]
     with refused(Models.NOT_DECODER) as alone:

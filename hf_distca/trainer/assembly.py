@@ -25,8 +25,9 @@ from hf_distca.dispatch.process_groups import (
     raised_together,
     ranks_per_node,
 )
+from hf_distca.memory.fitting import fit_into_memory, offload_activations
 from hf_distca.models import fla
-from hf_distca.models.checkpointing import layers_with_checkpoints
+from hf_distca.models.checkpointing import checkpointed_layers, layers_with_checkpoints
 from hf_distca.models.decoder import mixing_layers
 from hf_distca.models.describe import describe_run
 from hf_distca.models.sharing import shares_prefixes, why_sequences_stay_alone
@@ -38,10 +39,7 @@ from hf_distca.patches.prepare import prepare_model
 from hf_distca.run import RunSpec
 from hf_distca.trainer import parallel
 from hf_distca.trainer.costs import with_costs
-from hf_distca.trainer.fitting import fit_into_memory
 from hf_distca.trainer.launch_facts import check_trainer
-from hf_distca.trainer.memory import checkpointed_layers, facts_of_launch
-from hf_distca.trainer.offload import offload_activations
 from hf_distca.trainer.resuming import check_agreement
 from hf_distca.units import AUTO
 
@@ -245,7 +243,7 @@ def prepare_trainer(trainer: Trainer, *, packs: bool) -> Dispatcher:
     # several micro-batches.
     layers_run_once = not packs and parallel.gathers_parameters(accelerator)
     dtype = parallel.dtype_of_computation(model, args, accelerator)
-    facts = facts_of_launch(model, args, accelerator, dtype)
+    facts = parallel.facts_of_launch(model, args, accelerator, dtype)
     dispatcher = make_dispatcher(
         model,
         args,

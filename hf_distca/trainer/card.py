@@ -7,7 +7,7 @@ from typing import Any
 from accelerate import Accelerator
 from torch import nn
 
-from hf_distca.trainer.memory import sharing_of
+from hf_distca.trainer.parallel import sharing_of
 from hf_distca.units import counted
 from hf_distca.version import __version__
 

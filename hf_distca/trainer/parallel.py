@@ -24,8 +24,10 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel, TrainingArguments
 
 from hf_distca.dispatch.process_groups import in_world
+from hf_distca.models.checkpointing import checkpointing_options
 from hf_distca.models.decoder import base_model, text_decoder
 from hf_distca.models.tensor_parallel import is_divided_at_load
+from hf_distca.run import Strategy
 
 DDP = (DistributedType.MULTI_GPU, DistributedType.MULTI_CPU)
 """Types of a launch that wraps the model by DDP."""
@@ -168,6 +170,54 @@ def dtype_of_computation(
         return torch.bfloat16
     dtype: torch.dtype = model.dtype
     return dtype
+
+
+def facts_of_launch(
+    model: nn.Module, args: Any, accelerator: Accelerator, dtype: torch.dtype
+) -> dict[str, Any]:
+    """Return what a trainer knows of its launch, as fields of RunSpec.
+
+    Args:
+        dtype: of computation.
+    """
+    strategy, shards = sharing_of(accelerator, model)
+    return {
+        "strategy": strategy,
+        "shards": shards,
+        "mixed": args.bf16 or args.fp16 or dtype.itemsize < base_model(model).dtype.itemsize,
+        "checkpointing": checkpointing_of(args, accelerator),
+        # Transformers gives the model these kernels when training starts.
+        "liger": (args.liger_kernel_config or {}) if args.use_liger_kernel else None,
+        "accumulates": args.gradient_accumulation_steps > 1,
+    }
+
+
+def sharing_of(accelerator: Accelerator, model: nn.Module) -> tuple[Strategy, int | None]:
+    """Return how ranks share the model's state, and the number of shards under FSDP or ZeRO.
+
+    None for one per rank. With HSDP there are fewer.
+    """
+    if is_divided_at_load(model):
+        strategy: Strategy = "fsdp2" if isinstance(base_model(model), FSDPModule) else "ddp"
+        return strategy, int(base_model(model).config.distributed_config.fsdp_size)
+    config = accelerator.parallelism_config
+    has_groups = config is not None and config.dp_shard_enabled
+    shards = int(config.dp_shard_size) if has_groups else None
+    if accelerator.distributed_type == DistributedType.DEEPSPEED:
+        stages: dict[int, Strategy] = {1: "zero1", 2: "zero2", 3: "zero3"}
+        return stages.get(accelerator.state.deepspeed_plugin.zero_stage, "ddp"), shards
+    return "fsdp2" if accelerator.distributed_type == DistributedType.FSDP else "ddp", shards
+
+
+def checkpointing_of(args: Any, accelerator: Accelerator) -> dict[str, Any] | None:
+    """Return how transformers or FSDP checkpoints decoder layers; None without checkpointing."""
+    options = checkpointing_options(args)
+    if options is not None:
+        return options
+    fsdp = getattr(accelerator.state, "fsdp_plugin", None)
+    if fsdp is not None and fsdp.activation_checkpointing:
+        return {}
+    return None
 
 
 def is_wrapped(model: nn.Module, accelerator: Accelerator) -> bool:

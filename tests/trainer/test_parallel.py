@@ -27,29 +27,26 @@ from hf_distca.checks.launch_rules import NOT_CONNECTED, PROCESSES, TRAINER
 from hf_distca.checks.run_rules import Run
 from hf_distca.checks.setting_names import CHECKPOINTING
 from hf_distca.memory.counter import MemoryCounter, RankMemory
+from hf_distca.memory.fitting import log_memory, warn_of_memory
 from hf_distca.memory.model_state import ModelState
 from hf_distca.models.checkpointing import is_checkpointing
 from hf_distca.server_settings import AttentionServers
 from hf_distca.trainer import assembly
 from hf_distca.trainer.assembly import make_dispatcher, smallest_memory
 from hf_distca.trainer.launch_facts import refused_processes
-from hf_distca.trainer.memory import (
-    checkpointing_of,
-    facts_of_launch,
-    log_memory,
-    sharing_of,
-    warn_of_memory,
-)
 from hf_distca.trainer.parallel import (
     LAUNCHED,
     ProcessCounts,
+    checkpointing_of,
     data_parallel_mesh,
     dtype_of_computation,
+    facts_of_launch,
     is_wrapped,
     join_on_cpu,
     launched_processes,
     search_for_unused_parameters,
     share_on_cpu,
+    sharing_of,
     trained_towers,
 )
 from tests.models_and_batches import small_model
@@ -443,7 +440,7 @@ def test_memory_is_logged_with_a_warning_if_it_does_not_fit(tmp_path, caplog, mo
     trainer = make_trainer(str(tmp_path), model=model, max_steps=1, save_strategy="no", **arguments)
     run = trainer.dispatcher.run
     caplog.clear()
-    with caplog.at_level("INFO", "hf_distca.trainer.memory"):
+    with caplog.at_level("INFO", "hf_distca.memory.fitting"):
         for memory in (10**10, 10**8):
             warn_of_memory(log_memory(trainer.model, run, memory), offloaded=0)
     messages = [f"{record.levelname} {record.message}" for record in caplog.records]

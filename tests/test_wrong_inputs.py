@@ -1177,7 +1177,7 @@ def _resumed_with_damaged_costs(folder: Path) -> list[str]:
     records: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("hf_distca.trainer.costs")
+    logger = logging.getLogger("hf_distca.profiling.costs")
     logger.addHandler(handler)
     options = {"document_layout": "auto", "balance_tolerance": "auto", "ping_pong": "auto"}
     make_trainer(str(folder), max_steps=1, save_steps=1, **options).train()

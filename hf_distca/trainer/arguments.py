@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from accelerate.utils import parse_flag_from_env
+from tqdm.auto import tqdm
 from transformers import TrainingArguments
 
 from hf_distca.checks.argument_rules import ARGUMENTS, PACKED_ARGUMENTS
@@ -24,6 +25,19 @@ LIGERS_LOSSES = ("fused_linear_cross_entropy", "cross_entropy")
 
 ATTENTION = "attn_implementation"
 """Argument of `from_pretrained` that hf_distca replaces."""
+
+BY_PLAN: dict[str, tuple[Any, ...]] = {
+    "per_device_train_batch_size": (1,),
+    "per_device_eval_batch_size": (1,),
+    "train_sampling_strategy": ("random", "sequential"),
+    "dataloader_drop_last": (False,),
+    "dataloader_in_order": (True,),
+    "accelerator_config.split_batches": (False,),
+    "accelerator_config.dispatch_batches": (None, False),
+    "accelerator_config.even_batches": (True,),
+    "accelerator_config.use_seedable_sampler": (True,),
+}
+"""Arguments that only say how documents become batches, and their values that need no word."""
 
 if TYPE_CHECKING:
     _Arguments = TrainingArguments
@@ -197,6 +211,26 @@ class DistCAArguments(DistCAPaddedArguments):
                 **(self.liger_kernel_config or {}),
                 **dict.fromkeys(LIGERS_LOSSES, False),
             }
+
+
+def print_left_out(args: Any, collator: Any) -> None:
+    """Print, in one line, which arguments have no effect on packed documents.
+
+    Args:
+        collator: what the trainer was given and does not use; None if it was given none.
+    """
+    left_out = list(args.left_out)
+    for path, plain in BY_PLAN.items():
+        value = args
+        for name in path.split("."):
+            value = getattr(value, name, plain[0])
+        if value not in plain:
+            left_out.append(f"{path}={value!r}")
+    if collator is not None:
+        left_out.append(f"data_collator={getattr(collator, '__name__', type(collator).__name__)}")
+    if left_out:
+        tokens = f"a rank trains on up to tokens_per_rank={args.tokens_per_rank} tokens at a time"
+        tqdm.write(f"Documents are packed by length: {tokens}. No effect: {', '.join(left_out)}")
 
 
 @dataclass

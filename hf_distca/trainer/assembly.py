@@ -36,9 +36,9 @@ from hf_distca.patches.head import adapted_heads
 from hf_distca.patches.layers import plan_layers
 from hf_distca.patches.padded_models import pack_backbone
 from hf_distca.patches.prepare import prepare_model
+from hf_distca.profiling.costs import with_costs
 from hf_distca.run import RunSpec
 from hf_distca.trainer import parallel
-from hf_distca.trainer.costs import with_costs
 from hf_distca.trainer.launch_facts import check_trainer
 from hf_distca.trainer.resuming import check_agreement
 from hf_distca.units import AUTO

@@ -25,7 +25,8 @@ from transformers import PreTrainedModel, TrainingArguments
 
 from hf_distca.dispatch.process_groups import in_world
 from hf_distca.models.checkpointing import checkpointing_options
-from hf_distca.models.decoder import base_model, text_decoder
+from hf_distca.models.decoder import base_model
+from hf_distca.models.model_facts import text_trains_all, trained_towers
 from hf_distca.models.tensor_parallel import is_divided_at_load
 from hf_distca.run import Strategy
 
@@ -295,40 +296,6 @@ def keep_loss_in_float32(accelerator: Accelerator) -> None:
     policy = getattr(plugin, "mixed_precision_policy", None)
     if isinstance(policy, MixedPrecisionPolicy):
         plugin.mixed_precision_policy = replace(policy, output_dtype=None)
-
-
-def trained_towers(model: PreTrainedModel) -> list[str]:
-    """Return the trained parts of a model besides its text model and head, such as image towers."""
-    if model.config.get_text_config(decoder=True) is model.config:
-        return []
-    text_ids: set[int] = set()  # of parameters
-    for module in (
-        text_decoder(model),
-        model.get_input_embeddings(),
-        model.get_output_embeddings(),
-    ):
-        if module is not None:
-            text_ids.update(id(parameter) for parameter in module.parameters())
-    towers: dict[str, None] = {}  # in the order of the model, each once
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad and id(parameter) not in text_ids:
-            tower = ".".join(name.split(".")[:2])
-            towers[tower] = None
-    return list(towers)
-
-
-def text_trains_all(model: PreTrainedModel) -> bool:
-    """Return whether text surely gives every trained parameter of a model a gradient.
-
-    The model has no trained towers. Text does so in transformers' own models; in one of a user
-    nobody knows. Two things may leave parameters out: layers that are skipped at random, and parts
-    with a config of their own in a model that has no text model apart from them.
-    """
-    is_of_transformers = type(model).__module__.startswith("transformers.models.")
-    text_config = model.config.get_text_config(decoder=True)
-    skips_layers = any(value for name, value in vars(text_config).items() if "layerdrop" in name)
-    has_unknown_parts = text_config is model.config and bool(model.config.sub_configs)
-    return is_of_transformers and not skips_layers and not has_unknown_parts
 
 
 def gathers_parameters(accelerator: Accelerator) -> bool:

@@ -22,11 +22,12 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from hf_distca.checks.refusal import SentenceError
 from hf_distca.checks.run_rules import Resume, Run
+from hf_distca.collator.documents import is_stream
 from hf_distca.collator.micro_batch_choice import draws_for_whole_ranks
 from hf_distca.dispatch.dispatcher import Dispatcher
 from hf_distca.dispatch.process_groups import Groups, first_difference
 from hf_distca.trainer.arguments import DistCAPaddedArguments
-from hf_distca.trainer.loaders import PackedLoaders, is_stream
+from hf_distca.trainer.loaders import PackedLoaders
 
 logger = logging.getLogger(__name__)
 

@@ -9,12 +9,12 @@ from torch import nn
 from hf_distca.checks.data_rules import Data
 from hf_distca.checks.refusal import PackageError
 from hf_distca.checks.run_rules import Run
+from hf_distca.collator.documents import is_stream, named_datasets
 from hf_distca.collator.texts import check_texts
 from hf_distca.plan import PLAN_KEY
 from hf_distca.trainer.arguments import DistCAArguments
-from hf_distca.trainer.loaders import EvaluationLoader, is_stream, named_datasets
+from hf_distca.trainer.evaluation import EvaluationLoader, Predictions
 from hf_distca.trainer.mixin import DistCAMixin
-from hf_distca.trainer.predictions import Predictions
 from hf_distca.units import setting
 
 try:

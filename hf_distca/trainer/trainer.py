@@ -8,9 +8,9 @@ from transformers import AutoTokenizer, Trainer
 
 from hf_distca.checks.data_rules import Data
 from hf_distca.checks.refusal import given_as
+from hf_distca.collator.documents import is_stream
 from hf_distca.collator.texts import TextStream, decoded, document_text, tokenized_dataset
 from hf_distca.models.loading import load_model
-from hf_distca.trainer.loaders import is_stream
 from hf_distca.trainer.mixin import DistCAMixin
 
 

@@ -30,6 +30,7 @@ from hf_distca.memory.counter import MemoryCounter, RankMemory
 from hf_distca.memory.fitting import log_memory, warn_of_memory
 from hf_distca.memory.model_state import ModelState
 from hf_distca.models.checkpointing import is_checkpointing
+from hf_distca.models.model_facts import trained_towers
 from hf_distca.server_settings import AttentionServers
 from hf_distca.trainer import assembly
 from hf_distca.trainer.assembly import make_dispatcher, smallest_memory
@@ -47,7 +48,6 @@ from hf_distca.trainer.parallel import (
     search_for_unused_parameters,
     share_on_cpu,
     sharing_of,
-    trained_towers,
 )
 from tests.models_and_batches import small_model
 from tests.ranks import RankPool

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import EvalPrediction, Trainer, TrainingArguments
 
 from hf_distca.checks.run_rules import Run
-from hf_distca.trainer.predictions import TokenFigures, entropies
+from hf_distca.trainer.evaluation import TokenFigures, entropies
 from tests.models_and_batches import random_documents, small_model
 from tests.refused import refused
 from tests.trainer.comparison import IGNORED, pad
@@ -56,7 +56,7 @@ def _predicted(folder: str, arguments: dict[str, Any]) -> tuple[Any, ...]:
     predicted = trainer.predict(dataset)
     parts += [
         (piece.document, piece.start, len(piece.targets))
-        for piece in trainer._rows.predictions._pieces
+        for piece in trainer._evaluated.predictions._pieces
     ]
     return predicted.predictions, predicted.label_ids, predicted.metrics, trainer.evaluate(), parts
 

@@ -122,10 +122,11 @@ class RankDocuments(Dataset[PlannedDocuments]):
         if self.beginnings is None or micro_batch.groups is None:
             return None
         # Groups that fit into one rank each may not fit together.
-        may_join = self.settings.document_layout != "whole"
-        most_rows = self.settings.tokens_per_rank * (self.settings.ranks if may_join else 1)
         return self.beginnings.shared(
-            micro_batch.excerpts, micro_batch.groups, most_rows, joins=may_join
+            micro_batch.excerpts,
+            micro_batch.groups,
+            self.settings.document_capacity,
+            joins=self.settings.document_layout != "whole",
         )
 
 

@@ -135,11 +135,11 @@ def even_micro_batches(trees: SharedPrefixes, settings: PlanSettings) -> list[In
     Each tree fits into the rows of a rank where documents stay whole, else of all ranks.
     """
     stay_whole = settings.document_layout == "whole"
-    capacity = settings.tokens_per_rank * (1 if stay_whole else settings.ranks)
+    capacity = settings.document_capacity
     bins_per_micro_batch = settings.ranks if stay_whole else 1
     lengths = Forest.of(trees.lengths, trees.branches).tree_lengths
     longest_first = largest_first(lengths)
-    fewest = max(1, -(-int(lengths.sum()) // (settings.tokens_per_rank * settings.ranks)))
+    fewest = max(1, -(-int(lengths.sum()) // settings.capacity))
     for micro_batches in count(fewest):  # trees fit at the latest with a bin for each
         bin_of_trees = place_evenly(
             lengths, longest_first, micro_batches * bins_per_micro_batch, capacity

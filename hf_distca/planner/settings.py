@@ -76,6 +76,11 @@ class PlanSettings:
         return self.ranks * self.tokens_per_rank
 
     @property
+    def document_capacity(self) -> int:
+        """Maximum number of rows of a document: a rank's where documents stay whole, else all."""
+        return self.tokens_per_rank if self.document_layout == "whole" else self.capacity
+
+    @property
     def tolerances(self) -> tuple[float, ...]:
         """Tolerances of balance that the planner chooses among, the finest first."""
         if self.balance_tolerance != AUTO:

@@ -204,7 +204,7 @@ class PackedLoaders:
         if bins == 0:
             bins = groups.ranks if stay_whole else 1
         if capacity == 0:
-            capacity = groups.ranks * self._args.tokens_per_rank
+            capacity = self._dispatcher.settings.capacity
         bin_capacity = capacity // bins
         limit_name = "tokens_per_rank" if stay_whole else "ranks · tokens_per_rank"
         # 2. The excerpts that fit.

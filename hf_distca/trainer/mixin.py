@@ -19,6 +19,7 @@ from hf_distca.checks.run_rules import Run
 from hf_distca.collator.collation import TARGET_ROWS
 from hf_distca.collator.documents import check_dataset, is_stream
 from hf_distca.collator.padding_free import gives_rows, lengths_read_on_host
+from hf_distca.collator.place import DataPlace, DataProgress, capacity_and_bins
 from hf_distca.collator.streams import EpochStream, StreamPacker
 from hf_distca.dispatch.upcoming import UpcomingBatches
 from hf_distca.models.decoder import mixing_layers
@@ -85,7 +86,7 @@ class DistCAMixin(PlannedTraining):
         self._costs = LearnedCosts(dispatcher)
         self.meter.compare_with(self._costs)
         self.add_callback(self._costs)
-        self._progress = resuming.DataProgress(resuming.DataPlace({}))
+        self._progress = DataProgress(DataPlace({}))
         self._loaders = PackedLoaders(self, dispatcher)
         self._shares = self._packs and shares_prefixes(
             self.args, why_alone_in(self), self.args.process_index
@@ -115,9 +116,7 @@ class DistCAMixin(PlannedTraining):
                 others: DataLoader[Any] = super()._get_dataloader(**arguments)
             return others
         shuffle = is_training and self.args.train_sampling_strategy != "sequential"
-        capacity, bins = resuming.capacity_and_bins(
-            self._progress.start.order if is_training else {}
-        )
+        capacity, bins = capacity_and_bins(self._progress.start.order if is_training else {})
         loader = self._loaders.loader(
             dataset,
             shuffle=shuffle,
@@ -279,7 +278,7 @@ class DistCAMixin(PlannedTraining):
                 order, self, self.dispatcher, self._loaders, shares=self._shares
             )
             place = place._replace(order=chosen)
-        self._progress = resuming.DataProgress(place)
+        self._progress = DataProgress(place)
 
     def _end_training(self) -> None:
         self._upcoming.close()
@@ -448,10 +447,10 @@ class DistCAMixin(PlannedTraining):
         )
         place = self._progress.start
         if self.args.ignore_data_skip:
-            place = resuming.DataPlace(place.order, first_epoch)
+            place = DataPlace(place.order, first_epoch)
         elif place.steps == num_update_steps_per_epoch:  # the checkpoint is of the end of a pass
-            place = resuming.DataPlace(place.order, place.epoch + 1)
-        self._progress = resuming.DataProgress(place)
+            place = DataPlace(place.order, place.epoch + 1)
+        self._progress = DataProgress(place)
         if self.state.global_step >= max_steps:
             if self.is_world_process_zero():
                 logger.warning(

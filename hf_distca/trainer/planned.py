@@ -29,7 +29,6 @@ from hf_distca.timeline.tracing import StepTracer
 from hf_distca.trainer import parallel, resuming
 from hf_distca.trainer.arguments import DistCAPaddedArguments
 from hf_distca.trainer.assembly import prepare_trainer
-from hf_distca.trainer.continuing import Continuation
 from hf_distca.trainer.launch_facts import check_given, check_optimizer, check_training
 from hf_distca.trainer.loaders import batch_timeout, warn_of_forks
 from hf_distca.trainer.metrics import PREFIX, Remedies, StepMeter, shorten_console
@@ -115,7 +114,7 @@ class PlannedTraining(_Trainer):
             open_pool(dispatcher, args.attention_servers, args.attention_server_launch, folder)
         self.meter = StepMeter(dispatcher, self.model, args.world_size)
         self.add_callback(self.meter)
-        self._continuation = Continuation()
+        self._continuation = resuming.Continuation()
         self.add_callback(self._continuation)
         self._tracer: StepTracer | None = None
         if args.trace_steps:

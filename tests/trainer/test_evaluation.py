@@ -248,5 +248,5 @@ def test_entropy_of_rows_with_a_target():
 
 def test_logits_of_training_are_not_watched(tmp_path):
     trainer = make_trainer(str(tmp_path), max_steps=1, save_strategy="no")
-    trainer._rows = SimpleNamespace(seen=0)  # which cannot see anything
+    trainer._evaluated = SimpleNamespace(seen=0)  # which cannot see anything
     trainer.train()

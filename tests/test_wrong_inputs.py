@@ -487,10 +487,6 @@ def eval_of(rows: Callable[[], Any]) -> Callable[[Any], None]:
     return lambda folder: train(folder, eval_dataset=rows())
 
 
-def evaluate_by_name(folder: Any) -> None:
-    make_trainer(str(folder), given={"eval_dataset": {"own": TOKENS}}).evaluate("other")
-
-
 def classifier(auto: Any) -> Any:
     config = AutoConfig.for_model("llama", **SMALL)
     return auto.from_config(config, attn_implementation="distca")
@@ -557,14 +553,6 @@ GIVEN: Rows = [
         "evaluation data of strings",
         eval_of(lambda: ["a"]),
         f"document 0 of eval_dataset is of the type str, {A_ROW}",
-    ),
-    (
-        "the name of no evaluation data",
-        evaluate_by_name,
-        (
-            "eval_dataset is 'other', but the evaluation data sets of the trainer are named "
-            "'own'; give one of these names, or a data set"
-        ),
     ),
     # Tokenizers
     (

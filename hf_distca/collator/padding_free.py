@@ -1,4 +1,4 @@
-"""Collators of others: padding-free ones, whose batches then carry what plans need, and others."""
+"""Collators of a user: padding-free ones report document lengths, others may be left out."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -1,7 +1,4 @@
-"""Data loaders of a trainer: they give a rank its rows of each global micro-batch.
-
-They read and plan one micro-batch ahead, while the device computes.
-"""
+"""Data loaders of packed documents: they give a rank its rows of each global micro-batch."""
 
 import logging
 from collections.abc import Callable, Iterable

@@ -162,8 +162,6 @@ class DistCAMixin(PlannedTraining):
             return chosen
         if not isinstance(datasets, dict):
             raise Data.A_NAME.error(name="eval_dataset", given=chosen)
-        if chosen not in datasets:
-            raise Data.NO_SUCH_NAME.error(given=chosen, names=", ".join(map(repr, datasets)))
         return datasets[chosen]
 
     def _is_own_evaluation_dataset(self, dataset: Any) -> bool:

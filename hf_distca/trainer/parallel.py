@@ -1,4 +1,7 @@
-"""Adjustments for DDP, FSDP and DeepSpeed that transformers and accelerate leave open."""
+"""Processes and strategy of a launch.
+
+Adjustments for DDP, FSDP and DeepSpeed that transformers and accelerate leave open.
+"""
 
 import os
 from collections.abc import Iterator, Sequence

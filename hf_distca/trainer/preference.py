@@ -3,7 +3,7 @@
 Their models compute the batches packed and planned.
 
 Each trainer is TRL's own with `DistCAPaddedMixin`. Arguments, data, losses, rollouts and metrics
-are TRL's.
+are TRL's. Rollouts of one prompt are kept in one micro-batch, so that the prompt is computed once.
 """
 
 from collections.abc import Sequence

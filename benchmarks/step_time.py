@@ -54,7 +54,7 @@ from hf_distca.kernels import TaskShapes, get_kernel
 from hf_distca.plan import MicroBatchPlan
 from hf_distca.plan.cost import pairs
 from hf_distca.planner.micro_batch import plan_micro_batch, plan_placed
-from hf_distca.trainer.costs import EARLY_STEPS, WATCHED_STEPS, LearnedCosts
+from hf_distca.profiling.costs import EARLY_STEPS, WATCHED_STEPS, LearnedCosts
 
 CPU = torch.device("cpu")
 SIZES = {

@@ -487,10 +487,6 @@ def eval_of(rows: Callable[[], Any]) -> Callable[[Any], None]:
     return lambda folder: train(folder, eval_dataset=rows())
 
 
-def evaluate_by_name(folder: Any) -> None:
-    make_trainer(str(folder), given={"eval_dataset": {"own": TOKENS}}).evaluate("other")
-
-
 def classifier(auto: Any) -> Any:
     config = AutoConfig.for_model("llama", **SMALL)
     return auto.from_config(config, attn_implementation="distca")
@@ -557,14 +553,6 @@ GIVEN: Rows = [
         "evaluation data of strings",
         eval_of(lambda: ["a"]),
         f"document 0 of eval_dataset is of the type str, {A_ROW}",
-    ),
-    (
-        "the name of no evaluation data",
-        evaluate_by_name,
-        (
-            "eval_dataset is 'other', but the evaluation data sets of the trainer are named "
-            "'own'; give one of these names, or a data set"
-        ),
     ),
     # Tokenizers
     (
@@ -1194,7 +1182,7 @@ def _resumed_with_damaged_costs(folder: Path) -> list[str]:
     records: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("hf_distca.trainer.costs")
+    logger = logging.getLogger("hf_distca.profiling.costs")
     logger.addHandler(handler)
     options = {"document_layout": "auto", "balance_tolerance": "auto", "ping_pong": "auto"}
     make_trainer(str(folder), max_steps=1, save_steps=1, **options).train()

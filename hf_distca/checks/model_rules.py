@@ -52,13 +52,6 @@ class Models:
         "a plan reaches attention only there",
         lambda facts: not facts.attentions,
     )
-    OTHER_ATTENTION = Rule(
-        "{0.model} runs attn_implementation={0.implementation!r}",
-        "plans do not reach that attention",
-        f"load it with {DISTCA} or call model.set_attn_implementation('distca')",
-        lambda facts: not facts.is_planned,
-        condition="another `attn_implementation` than `'distca'`",
-    )
     OWN_MASK = _stock(
         "layers that compute a mask of their own (Doge)",
         "the layers of {0.model} compute a custom mask from the values and add it to the causal "
@@ -278,7 +271,6 @@ STRUCTURE: tuple[Rule, ...] = (
 )
 """Rules of a model that no setting makes trainable. The first one is reason enough."""
 SETTINGS: tuple[Rule, ...] = (
-    Models.OTHER_ATTENTION,
     Models.DROPOUT_IN_CONFIG,
     Models.DROPOUT_IN_LAYER,
     Models.MEAN_OF_ROWS,

@@ -122,9 +122,12 @@ class RankDocuments(Dataset[PlannedDocuments]):
         if self.prefixes is None or micro_batch.trees is None:
             return None
         # Trees that each fit into one rank may not fit as one tree.
-        may_join = self.settings.document_layout != "whole"
-        most_rows = self.settings.tokens_per_rank * (self.settings.ranks if may_join else 1)
-        return self.prefixes.paths(micro_batch.spans, micro_batch.trees, most_rows, joins=may_join)
+        return self.prefixes.paths(
+            micro_batch.spans,
+            micro_batch.trees,
+            self.settings.document_capacity,
+            joins=self.settings.document_layout != "whole",
+        )
 
 
 class DistCACollator:

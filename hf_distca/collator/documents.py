@@ -131,6 +131,25 @@ def _integers(example: Mapping[str, Any], column: str, name: str) -> IntArray:
     return values.astype(np.int64)
 
 
+def is_stream(dataset: Any) -> bool:
+    """Return whether a data set has no length. Its documents are unknown before they come."""
+    return isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__")
+
+
+def named_datasets(argument: Any, name: str) -> dict[str, Any]:
+    """Return the data sets of a trainer's argument by their names in errors.
+
+    Args:
+        argument: a data set, a dictionary of several, or None.
+        name: name of the argument.
+    """
+    if argument is None:
+        return {}
+    if isinstance(argument, dict):
+        return {f"{name}[{key!r}]": dataset for key, dataset in argument.items()}
+    return {name: argument}
+
+
 def check_dataset(dataset: Any, name: str) -> None:
     """Raise ValueError if an object, called `name` in errors, can be no data set."""
     kind = type(dataset).__name__

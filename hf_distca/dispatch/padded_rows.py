@@ -426,9 +426,8 @@ class PaddedBatches:
         """
         plans = [bound.plan for _, bound in packed.micro_batches]
         if self._at_once is not None and len(plans) > 1:
-            settings = self.dispatcher.settings
             tokens = sum(int(plan.tokens.sum()) - plan.fillers for plan in plans)
-            limit = settings.ranks * settings.tokens_per_rank
+            limit = self.dispatcher.settings.capacity
             raise Batch.SEVERAL_MICRO_BATCHES.error(
                 tokens=tokens, limit=limit, **self._at_once._asdict()
             )

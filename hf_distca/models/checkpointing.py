@@ -1,6 +1,6 @@
 """Activation checkpointing, under the names of the installed version of transformers."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from torch import nn
@@ -78,6 +78,14 @@ def checkpoint_row_bytes(
     """
     results = max(kind.q_heads * (kind.dim_v * value_bytes + LSE_BYTES) for kind in kinds)
     return hidden * hidden_bytes + results
+
+
+def checkpointed_layers(model: nn.Module, options: Mapping[str, Any] | None) -> int:
+    """Return how many decoder layers have checkpoints, by transformers' options for them."""
+    if options is None:
+        return 0
+    layers = len(decoder_layers(base_model(model)))
+    return -(-layers // int(options.get("every_n_layers", 1)))
 
 
 def layers_with_checkpoints(model: nn.Module) -> int:

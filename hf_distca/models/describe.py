@@ -38,7 +38,7 @@ def describe_run(
     With `config.attention_kernel="auto"` the kernel is chosen here, and rank 0 logs the choice.
 
     Args:
-        model: A model that was loaded with `attn_implementation="distca"`.
+        model: A loaded model of transformers, or PEFT's around one.
         config: Settings for packing and balancing.
         ranks: Number of ranks that train together.
         device: Device of this rank.

@@ -70,7 +70,7 @@ def plan_padded(
     ]
     sources, indices, lengths = np.array(sequences, np.int64).reshape(-1, 3).T
     stay_whole = settings.document_layout == "whole"
-    capacity = settings.tokens_per_rank * (1 if stay_whole else settings.ranks)
+    capacity = settings.document_capacity
     if len(lengths) and lengths.max() > capacity:
         raise Batch.LONG_SEQUENCE.error(
             length=lengths.max(),

@@ -134,11 +134,11 @@ def even_micro_batches(trees: PrefixTrees, settings: PlanSettings) -> list[IntAr
     Every tree fits into the rows of all ranks, or of one rank with document_layout="whole".
     """
     stay_whole = settings.document_layout == "whole"
-    capacity = settings.tokens_per_rank * (1 if stay_whole else settings.ranks)
+    capacity = settings.document_capacity
     bins_per_micro_batch = settings.ranks if stay_whole else 1
     lengths = trees.tree_lengths
     longest_first = largest_first(lengths)
-    fewest = max(1, -(-int(lengths.sum()) // (settings.tokens_per_rank * settings.ranks)))
+    fewest = max(1, -(-int(lengths.sum()) // settings.capacity))
     for micro_batches in count(fewest):  # trees fit at the latest with a bin for each
         bin_of_trees = place_evenly(
             lengths, longest_first, micro_batches * bins_per_micro_batch, capacity

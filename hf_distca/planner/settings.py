@@ -71,6 +71,16 @@ class PlanSettings:
         node_sizes(self.ranks, self.ranks_per_node)
 
     @property
+    def capacity(self) -> int:
+        """Maximum number of rows that all ranks together hold."""
+        return self.ranks * self.tokens_per_rank
+
+    @property
+    def document_capacity(self) -> int:
+        """Maximum number of rows of a document: a rank's where documents stay whole, else all."""
+        return self.tokens_per_rank if self.document_layout == "whole" else self.capacity
+
+    @property
     def tolerances(self) -> tuple[float, ...]:
         """Tolerances of balance that the planner chooses among, the finest first."""
         if self.balance_tolerance != AUTO:

@@ -183,7 +183,7 @@ def simulate(
     A document that is longer than all ranks hold is cut for every strategy, and counts as cut.
     """
     # 1. The micro-batches as training draws them, and the operations of the model in them.
-    capacity = run.plans.ranks * run.plans.tokens_per_rank
+    capacity = run.plans.capacity
     uncut = list(islice(micro_batches, count))
     full = [np.minimum(lengths, capacity) for lengths in uncut]
     drawn, drawn_for_ranks = _as_drawn(full, run)

@@ -1,4 +1,4 @@
-"""Metrics that a training logs: their meanings, their computation, and warnings with remedies."""
+"""Metrics that a training logs: meanings, computation, the few on a console, and warnings."""
 
 import logging
 import math
@@ -11,21 +11,20 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import nn
-from transformers import TrainerCallback
+from transformers import PrinterCallback, ProgressCallback, TrainerCallback
+from transformers.trainer_callback import CallbackHandler
 
 from hf_distca.config import DistCAConfig
 from hf_distca.dispatch.bound import BoundPlan, Ran
 from hf_distca.dispatch.dispatcher import Dispatcher
 from hf_distca.dispatch.padded_rows import PackedBatch
 from hf_distca.kernels.speed import peak_flops
-from hf_distca.models.decoder import base_model
+from hf_distca.models.flops import flops_counter
 from hf_distca.models.kinds import layers_by_kind
-from hf_distca.models.shape import count_of, weights_met
 from hf_distca.plan import AttentionKind, MicroBatchPlan, PlanChoice
-from hf_distca.plan.cost import pairs
 from hf_distca.plan.figures import loads_of
 from hf_distca.pool.rank.pool import FIGURES
-from hf_distca.trainer.costs import LearnedCosts
+from hf_distca.profiling.costs import LearnedCosts
 from hf_distca.units import AUTO
 
 logger = logging.getLogger(__name__)
@@ -151,50 +150,6 @@ def _choices(plans: Sequence[MicroBatchPlan]) -> list[PlanChoice] | None:
     """Return the planner's choice for each plan; None if it did not choose all of them."""
     choices = [plan.choice for plan in plans if plan.choice is not None]
     return choices if len(choices) == len(plans) else None
-
-
-FORWARD_AND_BACKWARD = 6.0
-"""FLOPs of a trained weight for a token: a multiplication and an addition in the forward, and twice
-as many in the backward."""
-FORWARD_AND_INPUT_GRADIENT = 4.0
-"""The same for a frozen weight, which has no gradient of its own."""
-
-
-def flops_counter(model: nn.Module, processes_per_rank: int) -> Callable[[MicroBatchPlan], float]:
-    """Return a function that counts the FLOPs of a micro-batch on all ranks, as MFU defines them.
-
-    Weights count if they are active for a token. Core attention counts by query-key pairs that are
-    not masked.
-
-    Args:
-        processes_per_rank: processes that share each layer's heads.
-    """
-    base = base_model(model)
-    layers = layers_by_kind(model)
-    active_numbers = weights_met(base)
-    head = getattr(base.get_output_embeddings(), "weight", None)
-    if head is not None:
-        active_numbers[head] = float(count_of(head))
-    flops_per_token = 0.0
-    for weight, count in active_numbers.items():
-        is_trained = weight.requires_grad
-        flops_per_token += count * (
-            FORWARD_AND_BACKWARD if is_trained else FORWARD_AND_INPUT_GRADIENT
-        )
-
-    def count_flops(plan: MicroBatchPlan) -> float:
-        total = flops_per_token * float(plan.tokens.sum())
-        for nano_batch in plan.nano_batches:
-            for kind, kind_plan in nano_batch.plans.items():
-                width = kind.q_heads * (kind.dim_qk + kind.dim_v) * processes_per_rank
-                layout = kind_plan.layout
-                pair_count = float(
-                    np.sum(pairs(layout.own_starts, layout.lengths, kind_plan.window))
-                )
-                total += layers[kind] * FORWARD_AND_BACKWARD * width * pair_count
-        return total
-
-    return count_flops
 
 
 class StepMeter(TrainerCallback):
@@ -384,6 +339,74 @@ def _mean(values: Iterable[float]) -> float:
     listed = list(values)
     return sum(listed) / len(listed)
 
+
+# The console
+
+
+def for_console(logs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return logs with a few readable figures in place of all figures of hf_distca.
+
+    All figures are shares and ratios. Imbalance is left out where no core attention moves: whole
+    documents then lie where ranks finish together, with all that their tokens take.
+
+    Texts are in ASCII: some terminals cannot print other characters, and raise an error.
+    """
+    short = {name: value for name, value in logs.items() if not name.startswith(PREFIX)}
+    figures = {
+        name.removeprefix(PREFIX): value for name, value in logs.items() if name.startswith(PREFIX)
+    }
+    if "tokens_per_second" in figures:
+        short["tokens/s"] = f"{figures['tokens_per_second']:,.0f}"
+    if figures.get("exchange_bytes"):
+        short["imbalance"] = (
+            f"{figures['imbalance_degree_packed']:.2f} -> {figures['imbalance_degree']:.2f}"
+        )
+    if "exposed_exchange_share" in figures:
+        short["exposed wait"] = f"{figures['exposed_exchange_share']:.1%}"
+    if "gain_predicted" in figures:
+        short["gain"] = f"{figures['gain_predicted']:.2f}"
+    if "mfu" in figures:
+        short["mfu"] = f"{figures['mfu']:.1%}"
+    return short
+
+
+class ShortProgress(ProgressCallback):
+    """transformers' progress bar, which prints few figures beside it."""
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        """Print a log."""
+        base_callback: Any = super()  # without types
+        base_callback.on_log(args, state, control, logs=for_console(logs or {}), **kwargs)
+
+
+class ShortPrinter(PrinterCallback):
+    """transformers' printer of logs, which prints few figures."""
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        """Print a log."""
+        base_callback: Any = super()  # without types
+        base_callback.on_log(args, state, control, logs=for_console(logs or {}), **kwargs)
+
+
+SHORT: dict[type[TrainerCallback], type[TrainerCallback]] = {
+    ProgressCallback: ShortProgress,
+    PrinterCallback: ShortPrinter,
+}
+"""For each callback of transformers that prints logs, the class that prints few figures."""
+
+
+def shorten_console(handler: CallbackHandler) -> None:
+    """Let transformers' own callbacks print few figures.
+
+    Callbacks of other classes stay as they are.
+    """
+    for callback in handler.callbacks:
+        if type(callback) in SHORT:
+            # The same object, because a user may hold it, and may have set its `max_str_len`.
+            callback.__class__ = SHORT[type(callback)]
+
+
+# Warnings
 
 STEPS = 50
 """Number of steps averaged for a warning: fewer steps depend too much on their documents."""

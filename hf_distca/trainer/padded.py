@@ -8,9 +8,8 @@ from torch import Tensor, nn
 from hf_distca.dispatch.padded_rows import OneMicroBatch, PackedBatch, PaddedBatches
 from hf_distca.models.sharing import shares_prefixes, why_sequences_share_nothing
 from hf_distca.patches.padded_models import pack_backbone
-from hf_distca.trainer.accepted import arguments_by_name
 from hf_distca.trainer.assembly import gathers_whole_layers, pack_padded
-from hf_distca.trainer.planned import PlannedTraining
+from hf_distca.trainer.planned import PlannedTraining, arguments_by_name
 
 
 class DistCAPaddedMixin(PlannedTraining):

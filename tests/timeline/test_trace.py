@@ -15,10 +15,10 @@ from hf_distca.checks.setting_names import CHECKPOINTING
 from hf_distca.cli.main import main
 from hf_distca.dispatch.recorder import ALWAYS, Rows, Span, Work
 from hf_distca.sim.drawing import LETTER
+from hf_distca.timeline import tracing
 from hf_distca.timeline.events import rank_trace
 from hf_distca.timeline.steps import RankStep, read_traces, runs, steps_of, svg_of
-from hf_distca.trainer import tracing
-from hf_distca.trainer.tracing import StepTracer
+from hf_distca.timeline.tracing import StepTracer
 from tests.trainer.small_trainers import make_trainer
 
 BEFORE, TRACED = 3, 2
@@ -263,8 +263,11 @@ def test_clocks_are_compared_in_the_quickest_of_some_rounds(monkeypatch):
     )
     monkeypatch.setattr(tracing, "ROUNDS", 3)
     monkeypatch.setattr(tracing, "time", SimpleNamespace(perf_counter=lambda: next(moments)))
-    args: Any = SimpleNamespace(trace_steps=1)
-    assert StepTracer(dispatcher, args)._common_zero() == (100.0 + 22.0, 2.0 + 0.5)
+    tracer = StepTracer(dispatcher, 1, Path(), processes=2)
+    assert tracer._common_zero() == (
+        100.0 + 22.0,
+        2.0 + 0.5,
+    )
     assert gathered == [(([4.0, 1.0, 2.0], 0.5), True)]
 
 

@@ -15,7 +15,8 @@ from hf_distca import DistCAConfig
 from hf_distca.plan import ExchangeFigures, PlanChoice, PlanSummary
 from hf_distca.planner.settings import UNBALANCED
 from hf_distca.planning_settings import Planning
-from hf_distca.trainer.console import for_console, log_choice
+from hf_distca.trainer.metrics import for_console
+from hf_distca.trainer.planned import log_choice
 from tests.trainer.small_trainers import make_trainer
 
 FIGURES = {

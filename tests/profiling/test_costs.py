@@ -18,9 +18,9 @@ from hf_distca.planner.settings import PlanSettings
 from hf_distca.predict.corrections import Corrections
 from hf_distca.predict.device_profile import DeviceProfile
 from hf_distca.predict.seconds import KernelCost, KindCosts, LinkCost, Links, MixingCosts, StepCosts
-from hf_distca.trainer import costs as costs_module
+from hf_distca.profiling import costs as costs_module
+from hf_distca.profiling.costs import PROFILE_FILE, LearnedCosts, observe, with_costs
 from hf_distca.trainer.assembly import make_dispatcher
-from hf_distca.trainer.costs import PROFILE_FILE, LearnedCosts, observe, with_costs
 from tests.models_and_batches import SMALL_KIND, exchanging, small_model, with_planning
 from tests.trainer.small_trainers import make_trainer
 

@@ -1,6 +1,6 @@
-"""Figures and predictions of an evaluation.
+"""An evaluation: its loader, its means over targets, and predictions by document.
 
-They come from the logits of a rank's rows, where the loss computes the logits.
+Figures and predictions come from the logits of a rank's rows, where the loss computes the logits.
 
 Logits stay on their rank and exist a chunk of rows at a time. A user's function
 `preprocess_logits_for_metrics` makes something small of them, such as the token with the greatest
@@ -13,20 +13,29 @@ Shape suffixes: T rows of this rank, C rows of a chunk, V vocabulary; 1 is a bat
 from collections import ChainMap
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.data import DataLoader
 from transformers.trainer_pt_utils import nested_numpify
 
 from hf_distca.batches.limits import IGNORED_TARGET
 from hf_distca.checks.run_rules import Run
+from hf_distca.collator.sampler import GlobalBatchSampler
+from hf_distca.collator.streams import StreamPacker
 from hf_distca.dispatch.process_groups import Groups
+from hf_distca.dispatch.upcoming import UpcomingBatches
 from hf_distca.plan import MicroBatchPlan
+from hf_distca.trainer.loaders import check_beginnings
 
+ACCURACY = "mean_token_accuracy"
+"""Name of a metric, as in TRL: share of the targets that have the greatest logit."""
+ENTROPY = "entropy"
+"""Name of a metric, as in TRL: mean entropy of the predicted tokens, in nats."""
 Function = Callable[[Tensor, Tensor], Any]
 """`preprocess_logits_for_metrics`: logits [1, C, V] and labels [1, C] to tensors [1, C, ...]."""
 FUNCTION = "preprocess_logits_for_metrics"
@@ -35,6 +44,43 @@ BLOCK_VALUES = {"cpu": 2**16}
 CPU's cache."""
 MOST_BLOCK_VALUES = 2**24
 """The same on other devices."""
+
+
+class EvaluationLoader:
+    """Loader of an evaluation's planned micro-batches.
+
+    Args:
+        loader: reads the batches.
+        upcoming: fetches and prepares them.
+        groups: ranks that evaluate together.
+        planned: whether `loader` plans them.
+    """
+
+    def __init__(
+        self, loader: DataLoader[Any], upcoming: UpcomingBatches, groups: Groups, *, planned: bool
+    ) -> None:
+        self._loader = loader
+        self._upcoming = upcoming
+        self._groups = groups
+        self._planned = planned
+        self.dataset = loader.dataset
+        # None where documents come in an order that only a stream or a collator knows.
+        self.sampler: GlobalBatchSampler | None = None
+        if isinstance(loader.batch_sampler, GlobalBatchSampler):
+            self.sampler = loader.batch_sampler
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        cast(Any, self._loader).set_epoch(0)  # every evaluation reads in the same order
+        iterator = iter(self._loader)
+        batches = self._upcoming.fetch(iterator, 1, planned=self._planned)
+        if isinstance(self.dataset, StreamPacker):
+            check_beginnings(self.dataset, self._groups)
+        while batches:
+            yield batches[0]
+            batches = self._upcoming.fetch(iterator, 1, planned=self._planned)
 
 
 class TokenFigures:
@@ -238,13 +284,16 @@ class Predictions:
         return tree_map(join, *(part.result for part in parts)), labels[:, :longest]
 
 
-class EvaluatedRows:
-    """Receives the logits of an evaluation's rows."""
+class Evaluated:
+    """What an evaluation has computed: losses, figures of rows, and predictions if asked for."""
 
     def __init__(self, predictions: Predictions | None = None) -> None:
         self.figures = TokenFigures()
         self.predictions = predictions
         self.seen = 0  # rows of all micro-batches
+        self.micro_batches = 0
+        self._loss = 0.0  # sum over this rank's rows
+        self._targets = 0.0  # of all ranks
 
     def see(self, logits_CV: Tensor, log_probs_CV: Tensor, target_C: Tensor) -> None:
         """Take a chunk of rows."""
@@ -258,3 +307,24 @@ class EvaluatedRows:
         rows = max(1, MOST_BLOCK_VALUES // logits_TV.shape[1])
         for logits_CV, target_C in zip(logits_TV.split(rows), target_T.split(rows), strict=True):
             self.see(logits_CV, logits_CV.float().log_softmax(-1), target_C)
+
+    def add(self, loss: float, targets: float) -> None:
+        """Add a micro-batch: this rank's sum of losses, and the targets of all ranks."""
+        self.micro_batches += 1
+        self._loss += loss
+        self._targets += targets
+
+    def means(self, groups: Groups) -> dict[str, float]:
+        """Return loss, accuracy and entropy by name. A collective.
+
+        Each is a mean over all targets. Accuracy and entropy are left out where not every target's
+        logits were seen: the model has several losses, or computes none from logits, or TRL's
+        trainer counts for itself.
+        """
+        sums_of_ranks = groups.all_gather((self._loss, *self.figures.sums()))
+        loss, seen_targets, hits, entropy = map(sum, zip(*sums_of_ranks, strict=True))
+        means = {"loss": loss / max(self._targets, 1)}
+        if seen_targets == self._targets > 0:
+            means[ACCURACY] = hits / self._targets
+            means[ENTROPY] = entropy / self._targets
+        return means

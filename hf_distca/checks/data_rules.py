@@ -52,12 +52,6 @@ class Data:
         "make a stream of it: datasets.IterableDataset.from_generator({given})",
         condition="a function that yields documents",
     )
-    NO_SUCH_NAME = Refusal(
-        "eval_dataset is {given!r}",
-        "the evaluation data sets of the trainer are named {names}",
-        "give one of these names, or a data set",
-        condition="a name that no evaluation data set has in `evaluate`",
-    )
     # Data sets of text
     CHATS = Refusal(
         "{name} has {columns} and no 'input_ids'",

@@ -15,8 +15,7 @@ from hf_distca.batches.limits import NO_LIMITS, Limits
 from hf_distca.checks.data_rules import Data
 from hf_distca.collator.documents import Columns, check_dataset, is_stored, token_document
 from hf_distca.plan import PlannedImages
-from hf_distca.plan.arrays import IntArray
-from hf_distca.plan.intervals import Table
+from hf_distca.plan.arrays import IntArray, Table
 from hf_distca.planner.images import IMAGE, PLACEHOLDERS
 
 TOKEN_COLUMNS = ("input_ids", "labels", "attention_mask")
@@ -89,19 +88,19 @@ class DocumentImages:
         )
 
     def check_whole(
-        self, excerpts: Table, lengths: IntArray, name: str, limit: str, capacity: int
+        self, spans: Table, lengths: IntArray, name: str, limit: str, capacity: int
     ) -> None:
         """Raise ValueError if a document with images is cut.
 
         Args:
-            excerpts: of dtype EXCERPT.
+            spans: of dtype SPAN.
             lengths: [documents] tokens of each.
             name: name of the data set in errors.
             limit: name of what a document must fit into.
             capacity: tokens of that.
         """
-        is_cut = excerpts["stop"] - excerpts["start"] < lengths[excerpts["document"]]
-        cut = np.intersect1d(excerpts["document"][is_cut], self.documents)
+        is_cut = spans["stop"] - spans["start"] < lengths[spans["document"]]
+        cut = np.intersect1d(spans["document"][is_cut], self.documents)
         for document in cut[:1].tolist():
             raise Data.CUT_IMAGES.error(
                 name=f"document {document} of {name}",

@@ -9,8 +9,8 @@ from collections.abc import Collection, Sequence
 import numpy as np
 
 from hf_distca.plan import FEATURES, PlannedImages
-from hf_distca.plan.arrays import FloatArray, IntArray
-from hf_distca.plan.intervals import Table, row_counts
+from hf_distca.plan.arrays import FloatArray, IntArray, Table
+from hf_distca.plan.intervals import row_counts
 
 IMAGE = np.dtype(
     [(name, np.int64) for name in ("document", "modality", "index", "rows")]

@@ -9,14 +9,13 @@ from torch import nn
 from hf_distca.checks.data_rules import Data
 from hf_distca.checks.refusal import PackageError
 from hf_distca.checks.run_rules import Run
+from hf_distca.collator.documents import is_stream, named_datasets
 from hf_distca.collator.images import ProcessedDocuments
 from hf_distca.collator.texts import check_texts
-from hf_distca.models.loading import planned_attention
 from hf_distca.plan import PLAN_KEY
 from hf_distca.trainer.arguments import DistCAArguments
-from hf_distca.trainer.loaders import EvaluationLoader, is_stream, named_datasets
+from hf_distca.trainer.evaluation import EvaluationLoader, Predictions
 from hf_distca.trainer.mixin import DistCAMixin
-from hf_distca.trainer.predictions import Predictions
 from hf_distca.units import setting
 
 try:
@@ -55,8 +54,8 @@ class DistCASFTTrainer(DistCAMixin, SFTTrainer):
     logits. hf_distca packs the documents. Loss and metrics are means over all targets of all ranks
     and micro-batches.
 
-    The arguments are those of `trl.SFTTrainer`; `args` is a `DistCASFTConfig`. A model that is
-    given by name is loaded with `attn_implementation="distca"`.
+    The arguments are those of `trl.SFTTrainer`; `args` is a `DistCASFTConfig`. TRL loads a model
+    that is given by name, which then gets planned attention.
     """
 
     def __init__(self, model: Any, args: DistCASFTConfig, *positional: Any, **kwargs: Any) -> None:
@@ -73,10 +72,6 @@ class DistCASFTTrainer(DistCAMixin, SFTTrainer):
 
     def _prepare_arguments(self, arguments: dict[str, Any]) -> dict[str, Any]:
         args: Any = arguments["args"]
-        if isinstance(arguments.get("model"), str):
-            options: Any = args.model_init_kwargs or {}
-            attention = planned_attention(arguments["model"], options)
-            args.model_init_kwargs = {**options, "attn_implementation": attention}
         # The data sets before TRL prepares them.
         self._unprepared = {name: arguments.get(name) for name in DATASETS}
         if arguments.get("formatting_func") is None:  # else it makes the text

@@ -38,7 +38,9 @@ def planning(ranks: int = 4, checkpointing: bool = False, **changes: Any) -> Any
     dispatcher: Any = SimpleNamespace(
         settings=run.plans, groups=SimpleNamespace(raised_together=lambda **_: nullcontext())
     )
-    return with_costs(run, dispatcher, config.device_profile).plans
+    return with_costs(
+        run, dispatcher, config.device_profile, has_remote_workers=config.remote_workers
+    ).plans
 
 
 def test_what_may_be_chosen_and_by_which_costs():

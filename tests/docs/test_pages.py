@@ -184,8 +184,10 @@ def test_options_and_targets_of_commands_exist(line, monkeypatch, capsys):
             re.findall(r"\"(--\w+)\"", (ROOT / "examples" / "make_checkpoint.py").read_text())
         )
         assert set(re.findall(r"--\w+", match[1])) <= known
-    if match := re.search(r"examples/(train|finetune_llama|sft_chat|grpo|dpo)\.py (.*)", line):
-        of_trl = {"sft_chat": "SFT", "grpo": "GRPO", "dpo": "DPO"}
+    if match := re.search(
+        r"examples/(train|finetune_llama|sft_chat|sft_images|grpo|dpo)\.py (.*)", line
+    ):
+        of_trl = {"sft_chat": "SFT", "sft_images": "SFT", "grpo": "GRPO", "dpo": "DPO"}
         name = of_trl.get(match[1])
         arguments = (
             getattr(hf_distca, f"DistCA{name}Config") if name else hf_distca.DistCATrainingArguments

@@ -54,6 +54,9 @@ These models train again on sequences with
 [equal prefixes](../guides/preferences.md#shared-prefixes). {padded} models share prefixes in padded
 batches, and {documents} in documents.
 
+Seven families also train on images: Qwen2.5-VL, Qwen3-VL, Qwen3.5, GLM-4V, InternVL, LLaVA and
+Mistral 3. [Images](../guides/images.md#models) says how they were tested.
+
 `make survey` runs the test, and `python -m tests.survey.page` writes this page.
 """
 SECTIONS: dict[Status, tuple[str, str]] = {

@@ -36,10 +36,10 @@ from hf_distca.collator.images import DocumentImages, read_images
 from hf_distca.collator.sampler import GlobalBatchSampler, fit_documents
 from hf_distca.models.images import image_model
 from hf_distca.plan import PlannedImages
+from hf_distca.plan.arrays import Table
 from hf_distca.plan.images import travelling_rows
-from hf_distca.plan.intervals import Table
 from hf_distca.planner.images import plan_images
-from hf_distca.planner.prefixes import SharedPrefixes
+from hf_distca.planner.prefixes import SequencePaths
 from hf_distca.planner.sequences import NO_SEQUENCE, on_rank, plan_sequences
 from hf_distca.predict.shapes import LLAMA_8B
 
@@ -137,13 +137,13 @@ class Documents:
     def micro_batches(self, ranks: int, count: int) -> Iterator[NDArray[np.int64]]:
         """Yield the documents of micro-batches, as training draws them."""
         capacity = ranks * TOKENS
-        excerpts = fit_documents(self.lengths, capacity, "error", "all ranks")
-        sampler = GlobalBatchSampler(excerpts, capacity)
+        spans = fit_documents(self.lengths, capacity, "error", "all ranks")
+        sampler = GlobalBatchSampler(spans, capacity)
         epoch = drawn = 0
         while drawn < count:
             sampler.set_epoch(epoch)
             for (batch,) in islice(sampler, count - drawn):
-                yield batch.excerpts["document"]
+                yield batch.spans["document"]
                 drawn += 1
             epoch += 1
 
@@ -195,14 +195,14 @@ def figures(
 def both(documents: Documents, chosen: NDArray[np.int64], settings: PlanSettings) -> dict[str, Any]:
     """Return the figures of a micro-batch, planned and in place."""
     lengths = documents.lengths[chosen]
-    sequences = plan_sequences(SharedPrefixes.of_none(lengths), lengths, settings)
+    sequences = plan_sequences(SequencePaths.unshared(lengths), lengths, settings)
     images = documents.images.of_documents(chosen)
     planned = plan_images(
-        images.images, images.placeholders, sequences.held, settings.ranks, ["image"]
+        images.images, images.placeholders, sequences.rank_rows, settings.ranks, ["image"]
     )["image"]
     strategies = {"planned": planned, "in place": in_place(planned)}
     return {
-        name: figures(strategy, images, sequences.held, settings.ranks)
+        name: figures(strategy, images, sequences.rank_rows, settings.ranks)
         for name, strategy in strategies.items()
     }
 

@@ -143,6 +143,12 @@ class Data:
         "input_ids",
         condition="placeholders of images that do not fit the images of the document",
     )
+    MISSING_IMAGE_FIELD = Refusal(
+        "{name} has images in {given} and no {missing}",
+        "the model's encoder takes all of them",
+        "give the document all that the model's processor returns",
+        condition="a document with pixels and without another field that the encoder takes",
+    )
     CUT_IMAGES = Refusal(
         "{name} has images and {length} tokens, more than {limit} ({capacity})",
         "a document with images is not cut",

@@ -69,7 +69,12 @@ class _PlannedEncoders(nn.Module):
             return encode(*args, **kwargs)
         # The encoder's own attention is not planned.
         kwargs.pop(PLAN_KEY, None)
-        output = encode(*args, **kwargs)
+        # Some models encode videos by their method for images.
+        token = _running.set(None)
+        try:
+            output = encode(*args, **kwargs)
+        finally:
+            _running.reset(token)
         return _of_placeholders(output, plan, modality)
 
 

@@ -136,8 +136,8 @@ class Modality:
             numbers = np.size(example[self.values]) if images else 0
             patches = np.full(images, numbers // max(images, 1) // (self.channels * self.patch**2))
             pairs = patches**2
-            if self.kind == "document":
-                pairs //= max([1, *(len(example[field.name]) for field in self.inputs[1:2])])
+            if self.kind == "document" and images:
+                pairs //= max(1, len(example[self.inputs[1].name]))  # images of the document
         if int(rows.sum()) != placeholders:
             raise Data.PLACEHOLDERS.error(
                 name=name,

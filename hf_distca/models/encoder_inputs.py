@@ -12,11 +12,16 @@ from hf_distca.batches.images import Field, Modality
 
 _OPTIONS = {
     *("self", "kwargs", "vision_feature_layer", "vision_feature_select_strategy"),
-    *("vision_aspect_ratio", "downsample_mode", "pixel_values_images"),
+    *("vision_aspect_ratio", "downsample_mode", "pixel_values_images", "interpolate_pos_encoding"),
 }
 """Arguments of encoders that hold no input of an image, or another name of the pixels."""
 _ROWS_UNKNOWN = {"hunyuan_vl_vision"}
 """Encoders that add rows of features to those of the grid of an image, such as ends of lines."""
+_IN_SQUARES = {"kimi_k25_vision", "paddleocr_vl_vision"}
+"""Encoders whose patches are [channels, rows, columns]; those of others are flat."""
+_IMAGES_ALONE = {"kimi_k25_vision", "glm4v_vision", "glm4v_moe_vision", "glm_ocr_vision"}
+"""Encoders whose videos are not known: GLM-V marks frames by placeholders of images, and Kimi K2.5
+merges frames."""
 
 
 @dataclass(frozen=True)
@@ -78,6 +83,8 @@ def encoder_inputs(
         for argument, parameter in arguments.items()
         if argument not in (*_OPTIONS, encoder.pixels)
     }
+    if name == "video" and encoder.vision.model_type in _IMAGES_ALONE:
+        return "its videos are not known"
     if encoder.patch == 0:
         return "its vision_config has no patch_size"
     if encoder.vision.model_type == "pixtral":
@@ -136,10 +143,13 @@ def _patches_hw(encoder: _Encoder) -> Modality:
 
 def _patches(encoder: _Encoder, grids: str, frames: int, grid: tuple[int, ...]) -> Modality:
     merge = grid[-1]
-    numbers = encoder.channels * frames * encoder.patch**2
+    model_type = encoder.vision.model_type
+    numbers: tuple[int, ...] = (encoder.channels * frames * encoder.patch**2,)
+    if model_type in _IN_SQUARES:
+        numbers = (encoder.channels, encoder.patch, encoder.patch)
     return encoder.modality(
-        "document" if encoder.vision.model_type in _ROWS_UNKNOWN else "grid",
-        Field(encoder.pixels, (merge**2, numbers), 0.0),
+        "document" if model_type in _ROWS_UNKNOWN else "grid",
+        Field(encoder.pixels, (merge**2, *numbers), 0.0),
         Field(grids, (1, len(grid)), grid),
         merge=merge,
         of_positions=(grids, "second_per_grid_ts") if encoder.name == "video" else (grids,),

@@ -36,6 +36,14 @@ def encoding_module(base: PreTrainedModel) -> nn.Module | None:
     return encoder if is_encoder else None
 
 
+def feature_fields(encoder: nn.Module) -> tuple[str, ...]:
+    """Return the outputs of an encoder that a model's forward puts among tokens."""
+    names = inspect.unwrap(_own_class(encoder).forward).__code__.co_names
+    fields = tuple(name for name in ("pooler_output", "deepstack_features") if name in names)
+    # Llama 4 projects the last hidden state.
+    return fields or ("last_hidden_state",)
+
+
 def _read(model: nn.Module) -> ImageModel | str:
     """Return how a model takes images and videos, or why that is not known."""
     base = base_model(model)
@@ -51,7 +59,7 @@ def _read(model: nn.Module) -> ImageModel | str:
     if isinstance(image, str):
         return image
     modalities = [image]
-    video = _modality("video", encoder, config) if hasattr(encoder, ENCODES["video"]) else ""
+    video = _modality("video", encoder, config) if hasattr(_own_class(encoder), ENCODES["video"]) else ""
     if isinstance(video, Modality) and video.kind == "grid":
         modalities.append(video)
     linear, quadratic = encoder_work(vision)

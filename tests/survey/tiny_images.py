@@ -13,7 +13,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_
 
 from hf_distca.batches.images import Modality
 from hf_distca.models.decoder import base_model
-from hf_distca.models.images import ENCODES, encoding_module
+from hf_distca.models.images import ENCODES, encoding_module, feature_fields
 from tests.survey.tiny import MORE, MULTIMODAL, tiny_config
 
 OF_IMAGES: dict[str, str] = {
@@ -34,7 +34,22 @@ SIDE, ALONG = 8, 4
 """Height of a patch in pixels, and patches along a side of images that have one size."""
 VISION = {"patch_size": SIDE, "image_size": ALONG * SIDE}
 GRIDS = [[2 * ALONG * SIDE, ALONG * SIDE], [ALONG * SIDE, 2 * ALONG * SIDE]]
-MORE_WITH_IMAGES: dict[str, dict[str, Any]] = {}
+_IN_WINDOWS = {"vision_config": {"window_size": 4 * SIDE}}
+MORE_WITH_IMAGES: dict[str, dict[str, Any]] = {
+    **dict.fromkeys(("qwen2_5_vl", "qwen2_5_omni_thinker", "exaone4_5"), _IN_WINDOWS),
+    "hyperclovax_vision_v2": _IN_WINDOWS,
+    "aria": {"projector_patch_to_query_dict": {ALONG**2: 4}},
+    "deepseek_vl_hybrid": {"high_res_vision_config": {"global_attn_indexes": [0]}},
+    "llama4": {"vision_config": {"intermediate_size": 128}},
+    **dict.fromkeys(("muse_glimmer", "muse_spark"), {"out_hidden_size": 128}),
+    "nemotron_h_omni": {
+        "vision_hidden_size": 32,
+        "vision_config": {"patch_dim": 3 * SIDE**2, "video_patch_dim": 6 * SIDE**2},
+    },
+    "kimi_k25": {"projection_hidden_size": 32},
+    **dict.fromkeys(("minicpmv4_6", "minicpmv4_7"), {"insert_layer_id": 0}),
+    "vipllava": {"vision_feature_layers": [-1, -2]},
+}
 """What a type of model needs to see images, besides that for text."""
 
 
@@ -50,7 +65,7 @@ def config_with_images(name: str) -> PreTrainedConfig:
             more[key] = {
                 field: [value, value] if isinstance(getattr(vision, field), list | tuple) else value
                 for field, value in VISION.items()
-                if getattr(vision, field, None) is not None
+                if isinstance(getattr(vision, field, None), int | list | tuple)
             }
     for key, value in MORE_WITH_IMAGES.get(OF_IMAGES[name], {}).items():
         more[key] = {**more.get(key, {}), **value} if isinstance(value, dict) else value
@@ -88,13 +103,24 @@ def _document(model: Any, modality: Modality, images: int, seed: int) -> dict[st
 
     tokens = text(9)
     fields = _fields(modality, images, seed) if images else {}
-    for rows in _rows(model, modality, fields) if images else ():
-        tokens += [BEGIN, *[modality.token_id] * rows, END, *text(9)]
+    for rows, frames in _rows(model, modality, fields) if images else ():
+        for _ in range(frames):
+            tokens += [BEGIN, *[modality.token_id] * (rows // frames), END, *text(9)]
     return {"input_ids": tokens + text(30), **fields}
 
 
-def _rows(model: Any, modality: Modality, fields: dict[str, Any]) -> list[int]:
-    """Rows of features of each image."""
+def _rows(model: Any, modality: Modality, fields: dict[str, Any]) -> list[tuple[int, int]]:
+    """Rows of features of each image, and the number of parts into which text divides them."""
+    rows = _rows_of_features(model, modality, fields)
+    encoder = type(encoding_module(base_model(model)))
+    rule = getattr(encoder, "get_rope_index", None)
+    # Qwen3-VL, for one, has a time before each frame.
+    in_frames = modality.name == "video" and rule and "repeat_interleave" in rule.__code__.co_names
+    frames = fields[modality.sizes][:, 0].tolist() if in_frames else [1] * len(rows)
+    return list(zip(rows, frames, strict=True))
+
+
+def _rows_of_features(model: Any, modality: Modality, fields: dict[str, Any]) -> list[int]:
     encoder: Any = encoding_module(base_model(model))
     inputs = {name: torch.as_tensor(value) for name, value in fields.items()}
     options = {
@@ -105,9 +131,9 @@ def _rows(model: Any, modality: Modality, fields: dict[str, Any]) -> list[int]:
     }
     with torch.no_grad():
         output = getattr(encoder, ENCODES[modality.name])(**inputs, **options, return_dict=True)
-    features = getattr(output, "pooler_output", None)
-    if features is None:  # Granite 4 Vision's, by layer
-        features = output.deepstack_features[0][1]
+    features = getattr(output, feature_fields(encoder)[0])
+    if isinstance(features[0], tuple):  # Granite 4 Vision's, by layer
+        features = features[0][1]
     rows = [part.numel() // part.shape[-1] for part in features]
     images = len(next(reversed(inputs.values()))) if modality.inputs[0].axis == 0 else 0
     if len(rows) == images or modality.inputs[0].axis == 3:
@@ -128,7 +154,8 @@ def _fields(modality: Modality, images: int, seed: int) -> dict[str, Any]:
         grids = [[merge * rows, merge * columns] for rows, columns in sides]
         if shapes[1][1] == 3:
             grids = [[*frame, *grid] for frame, grid in zip(frames, grids, strict=True)]
-        fields = [_normal((int(np.prod(grids, 1).sum()), shapes[0][1]), seed), np.array(grids)]
+        patches = int(np.prod(grids, 1).sum())
+        fields = [_normal((patches, *shapes[0][1:]), seed), np.array(grids)]
         fields += [np.full(images, merge)] if modality.merges else []
     elif modality.kind == "size":
         step = modality.patch * modality.merge

@@ -17,8 +17,8 @@ from torch import nn
 from transformers import PreTrainedConfig
 
 from hf_distca.checks.data_rules import Data
-from hf_distca.plan.arrays import FloatArray, IntArray
 
+IntArray = NDArray[np.int64]
 Fields = Mapping[str, NDArray[Any]]
 """Fields of a document's images, by the name of the encoder's argument."""
 
@@ -100,7 +100,7 @@ class Modality:
         pixels = example.get(self.values)
         if pixels is None:
             return 0
-        images = np.shape(pixels)[self.inputs[0].axis]
+        images: int = np.shape(pixels)[self.inputs[0].axis]
         return min(images, 1) if self.kind == "document" else images
 
     def figures(self, example: Mapping[str, Any], tokens: IntArray, name: str) -> ImageFigures:
@@ -223,9 +223,9 @@ class ImageModel:
         """Names of the fields of all modalities."""
         return frozenset(field for modality in self.modalities for field in modality.fields)
 
-    def costs(self, figures: ImageFigures) -> FloatArray:
+    def costs(self, figures: ImageFigures) -> NDArray[np.float64]:
         """Return [images] the work of the encoder."""
-        costs: FloatArray = self.linear * figures.patches + self.quadratic * figures.pairs
+        costs: NDArray[np.float64] = self.linear * figures.patches + self.quadratic * figures.pairs
         return costs
 
     def positions(self, tokens: IntArray, example: Fields) -> IntArray:

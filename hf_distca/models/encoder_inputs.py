@@ -89,11 +89,11 @@ def encoder_inputs(
         return "its vision_config has no patch_size"
     if encoder.vision.model_type == "pixtral":
         return _pixtral(encoder)
-    if "image_sizes" in inputs and not hasattr(config, "image_grid_pinpoints"):
-        # LLaVA has them for Pixtral alone.
-        if inputs["image_sizes"].default is None:
-            del inputs["image_sizes"]
-    make = _INPUTS.get(frozenset(f"{argument}".replace(name, "*", 1) for argument in inputs))
+    # LLaVA has them for Pixtral alone.
+    has_tiles = hasattr(config, "image_grid_pinpoints")
+    if "image_sizes" in inputs and inputs["image_sizes"].default is None and not has_tiles:
+        del inputs["image_sizes"]
+    make = _INPUTS.get(frozenset(argument.replace(name, "*", 1) for argument in inputs))
     if make is None:
         return f"its encoder takes {', '.join([encoder.pixels, *inputs])}"
     if make in _OF_ONE_SIZE and not hasattr(encoder.vision, "image_size"):
@@ -130,13 +130,13 @@ def _first_of(config: Any, names: tuple[str, ...]) -> int:
 
 
 def _patches_thw(encoder: _Encoder) -> Modality:
-    """Patches of all images, and [images, 3] frames, rows and columns of patches."""
+    """Return patches of all images, and [images, 3] frames, rows and columns of patches."""
     frames = _first_of(encoder.vision, ("temporal_patch_size", "patch_temporal")) or 1
     return _patches(encoder, f"{encoder.name}_grid_thw", frames, (1, encoder.merge, encoder.merge))
 
 
 def _patches_hw(encoder: _Encoder) -> Modality:
-    """Patches of all images, and [images, 2] rows and columns of patches."""
+    """Return patches of all images, and [images, 2] rows and columns of patches."""
     merge = round(1 / getattr(encoder.config, "downsample_ratio", 1 / encoder.merge))
     return _patches(encoder, f"{encoder.name}_grid_hw", 1, (merge, merge))
 
@@ -157,7 +157,7 @@ def _patches(encoder: _Encoder, grids: str, frames: int, grid: tuple[int, ...]) 
 
 
 def _patches_with_merges(encoder: _Encoder) -> Modality:
-    """Patches of all images, [images, 3] grids and [images] patches along a side of a row."""
+    """Return patches of all images, [images, 3] grids and the [images] merge of each."""
     grids, merges = f"{encoder.name}_grid_thw", f"{encoder.name}_merge_sizes"
     numbers = encoder.channels * encoder.patch**2
     return encoder.modality(
@@ -171,7 +171,7 @@ def _patches_with_merges(encoder: _Encoder) -> Modality:
 
 
 def _pixtral(encoder: _Encoder) -> Modality:
-    """Images padded to one size, and [images, 2] height and width in pixels."""
+    """Return images padded to one size, and [images, 2] height and width in pixels."""
     # Mistral 3 cannot encode a single row of features.
     sides = encoder.patch * encoder.merge, 2 * encoder.patch * encoder.merge
     return encoder.modality(
@@ -184,12 +184,12 @@ def _pixtral(encoder: _Encoder) -> Modality:
 
 
 def _one_size(encoder: _Encoder) -> Modality:
-    """Images of one size."""
+    """Return images of one size."""
     return encoder.modality("even", Field(encoder.pixels, _image(encoder), 0.0))
 
 
 def _two_sizes(encoder: _Encoder) -> Modality:
-    """Images of one size, and the same images of another."""
+    """Return images of one size, and the same images of another."""
     side = encoder.config.high_res_vision_config.image_size
     return encoder.modality(
         "even",
@@ -199,14 +199,14 @@ def _two_sizes(encoder: _Encoder) -> Modality:
 
 
 def _masked(encoder: _Encoder) -> Modality:
-    """Padded images, and masks of their pixels."""
+    """Return padded images, and masks of their pixels."""
     image = Field(encoder.pixels, _image(encoder), 0.0)
     mask = Field("pixel_mask", (1, *encoder.sides), True)
     return encoder.modality("even", image, mask, padded=True)
 
 
 def _masked_images_of_rows(encoder: _Encoder) -> Modality:
-    """Padded images [rows of the batch, images, ...], and masks of their pixels."""
+    """Return padded images [rows of the batch, images, ...], and their masks."""
     # An image of zeros counts as padding.
     image = Field(encoder.pixels, (1, *_image(encoder)), 1.0, axis=1)
     mask = Field("pixel_attention_mask", (1, 1, *encoder.sides), 1, axis=1)
@@ -214,7 +214,7 @@ def _masked_images_of_rows(encoder: _Encoder) -> Modality:
 
 
 def _tiles(encoder: _Encoder) -> Modality:
-    """Padded tiles [images, tiles, ...] of images, and their sizes in pixels."""
+    """Return padded tiles [images, tiles, ...] of images, and their sizes in pixels."""
     height, width = encoder.sides
     most = select_best_resolution(encoder.sides, encoder.config.image_grid_pinpoints)
     count = 1 + math.ceil(most[0] / height) * math.ceil(most[1] / width)  # and the whole image
@@ -224,14 +224,14 @@ def _tiles(encoder: _Encoder) -> Modality:
 
 
 def _tiles_by_number(encoder: _Encoder) -> Modality:
-    """The same, where a document with several images has no tiles."""
+    """Return padded tiles and sizes, where a document with several images has no tiles."""
     tiles, sizes = _tiles(encoder).inputs
     numbers = Field("batch_num_images", (1,), 1)
     return encoder.modality("document", tiles, sizes, numbers, padded=True)
 
 
 def _masked_patches(encoder: _Encoder) -> Modality:
-    """Padded patches [images, patches, numbers], rows and columns of patches, and masks."""
+    """Return padded patches [images, patches, numbers], their grids and their masks."""
     side = _first_of(encoder.config, ("downsample_factor",)) or 1
     return encoder.modality(
         "document",
@@ -243,7 +243,7 @@ def _masked_patches(encoder: _Encoder) -> Modality:
 
 
 def _strip(encoder: _Encoder) -> Modality:
-    """Patches of all images side by side, and [images, 2] rows and columns of patches."""
+    """Return patches of all images side by side, and [images, 2] rows and columns of patches."""
     side = 4  # of patches that become one row of features
     strip = (1, encoder.channels, encoder.patch, side**2 * encoder.patch)
     return encoder.modality(

@@ -49,7 +49,7 @@ def _read(model: nn.Module) -> ImageModel | str:
     base = base_model(model)
     encoder = encoding_module(base)
     if encoder is None:
-        return "it has no method that returns the features of images alone"
+        return "it has no method get_image_features, or its text attends to images by other layers"
     config: Any = base.config
     reason = _why_not_by_rows(encoder, config)
     if reason:
@@ -59,7 +59,11 @@ def _read(model: nn.Module) -> ImageModel | str:
     if isinstance(image, str):
         return image
     modalities = [image]
-    video = _modality("video", encoder, config) if hasattr(_own_class(encoder), ENCODES["video"]) else ""
+    video = (
+        _modality("video", encoder, config)
+        if hasattr(_own_class(encoder), ENCODES["video"])
+        else ""
+    )
     if isinstance(video, Modality) and video.kind == "grid":
         modalities.append(video)
     linear, quadratic = encoder_work(vision)
@@ -89,7 +93,7 @@ def _why_not_by_rows(encoder: nn.Module, config: Any) -> str:
         "block_sequence_ids" in names
         and getattr(text, "use_bidirectional_attention", "vision") == "vision"
     ):
-        return "tokens of an image may attend to later tokens of the image"
+        return "tokens of an image may attend to later ones of the image, and a plan is causal"
     if "moe_mm_token_type_ids" in takes:
         return "its experts depend on the types of tokens"
     if getattr(config, "vision_config", None) is None:

@@ -78,9 +78,7 @@ class _PlannedEncoders(nn.Module):
         return _of_placeholders(output, plan, modality, feature_fields(self))
 
 
-def _of_placeholders(
-    output: Any, plan: BoundPlan, modality: str, fields: tuple[str, ...]
-) -> Any:
+def _of_placeholders(output: Any, plan: BoundPlan, modality: str, fields: tuple[str, ...]) -> Any:
     """Replace the features of encoded images by those of the placeholders that a rank holds.
 
     Args:

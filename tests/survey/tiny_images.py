@@ -14,7 +14,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_
 from hf_distca.batches.images import Modality
 from hf_distca.models.decoder import base_model
 from hf_distca.models.images import ENCODES, encoding_module, feature_fields
-from tests.survey.tiny import MORE, MULTIMODAL, tiny_config
+from tests.survey.tiny import MULTIMODAL, OF_TIMM, tiny_config
 
 OF_IMAGES: dict[str, str] = {
     name if name in MULTIMODAL else model_type: model_type
@@ -41,13 +41,15 @@ MORE_WITH_IMAGES: dict[str, dict[str, Any]] = {
     "aria": {"projector_patch_to_query_dict": {ALONG**2: 4}},
     "deepseek_vl_hybrid": {"high_res_vision_config": {"global_attn_indexes": [0]}},
     "llama4": {"vision_config": {"intermediate_size": 128}},
-    **dict.fromkeys(("muse_glimmer", "muse_spark"), {"out_hidden_size": 128}),
+    "muse_glimmer": {"out_hidden_size": 128},
+    "muse_spark": {"out_hidden_size": 128},
     "nemotron_h_omni": {
         "vision_hidden_size": 32,
         "vision_config": {"patch_dim": 3 * SIDE**2, "video_patch_dim": 6 * SIDE**2},
     },
     "kimi_k25": {"projection_hidden_size": 32},
-    **dict.fromkeys(("minicpmv4_6", "minicpmv4_7"), {"insert_layer_id": 0}),
+    "minicpmv4_6": {"insert_layer_id": 0},
+    "minicpmv4_7": {"insert_layer_id": 0},
     "vipllava": {"vision_feature_layers": [-1, -2]},
 }
 """What a type of model needs to see images, besides that for text."""
@@ -70,6 +72,12 @@ def config_with_images(name: str) -> PreTrainedConfig:
     for key, value in MORE_WITH_IMAGES.get(OF_IMAGES[name], {}).items():
         more[key] = {**more.get(key, {}), **value} if isinstance(value, dict) else value
     return tiny_config(name, more)
+
+
+def is_of_timm(name: str) -> bool:
+    """Whether the encoder of a model is one of the package timm."""
+    vision = getattr(CONFIG_MAPPING[OF_IMAGES[name]](), "vision_config", None)
+    return getattr(vision, "model_type", "") in OF_TIMM
 
 
 def documents_with_images(

@@ -4,13 +4,13 @@ All ranks wait for features before the first layer of the text model, so encoder
 themselves: the rank with the most work in its encoder decides how long all ranks wait.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import numpy as np
 
 from hf_distca.plan import FEATURES, PlannedImages
-from hf_distca.plan.arrays import FloatArray, IntArray
-from hf_distca.plan.intervals import Table, row_counts
+from hf_distca.plan.arrays import FloatArray, IntArray, Table
+from hf_distca.plan.intervals import row_counts
 
 IMAGE = np.dtype(
     [(name, np.int64) for name in ("document", "modality", "index", "rows")]
@@ -24,7 +24,12 @@ is the row of the image's features for `start`."""
 
 
 def plan_images(
-    images: Table, placeholders: Table, held: Table, ranks: int, modalities: Sequence[str]
+    images: Table,
+    placeholders: Table,
+    held: Table,
+    ranks: int,
+    modalities: Sequence[str],
+    always: Collection[str] = (),
 ) -> dict[str, PlannedImages]:
     """Choose the rank that encodes each image of a micro-batch, and where its features go.
 
@@ -34,16 +39,17 @@ def plan_images(
             and row.
         held: rows of documents that ranks hold, of dtype TOKENS, by rank and row.
         modalities: names of the modalities, by their number in `images`.
+        always: modalities that are planned in a micro-batch without them, too.
 
     Returns:
-        The planned images of each modality that the micro-batch has.
+        The planned images of each modality.
     """
     features = _held_features(images, placeholders, held)
     encoders = choose_encoders(images["cost"], features, ranks)
     planned: dict[str, PlannedImages] = {}
     for number, modality in enumerate(modalities):
         members = np.flatnonzero(images["modality"] == number)
-        if not len(members):
+        if not len(members) and modality not in always:
             continue
         number_in_modality = np.full(len(images), -1)
         number_in_modality[members] = np.arange(len(members))

@@ -9,9 +9,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from hf_distca.checks.batch_rules import Batch
-from hf_distca.plan.arrays import IntArray
-from hf_distca.plan.intervals import Table
-from hf_distca.planner.prefixes import Hashes, SharedPrefixes, share_prefixes
+from hf_distca.plan.arrays import IntArray, Table
+from hf_distca.planner.prefixes import Hashes, SequencePaths, share_prefixes
 from hf_distca.planner.sequences import (
     TOKENS,
     PlannedSequences,
@@ -21,11 +20,11 @@ from hf_distca.planner.sequences import (
 from hf_distca.planner.settings import PlanSettings
 
 NO_RANK = -1
-"""Source of the rows that no rank was given: a filler's."""
+"""Source of a filler's row, which is in no rank's batch."""
 TRAVELLING = np.dtype([*TOKENS.descr, ("source", np.int64), ("index", np.int64)])
 """Tokens of a sequence on the rank that holds them.
 
-`source` is the rank that was given the sequence, and `index` the sequence's index in its batch.
+`source` is the rank whose batch has the sequence, and `index` the sequence's index there.
 """
 
 
@@ -34,7 +33,7 @@ class PlannedPadding:
     """Planned micro-batches for the padded batches of all ranks, the same on every rank."""
 
     sequences: PlannedSequences
-    sources: IntArray  # [sequences] the rank that was given each one
+    sources: IntArray  # [sequences] the rank whose batch has each one
     indices: IntArray  # [sequences] its index in the batch of that rank
 
     def travelling(self, tokens: Table) -> Table:
@@ -57,22 +56,21 @@ def plan_padded(
     Sequences without tokens are left out.
 
     Args:
-        hashes_of_ranks: of each sequence of each rank. Shared prefixes are then computed once.
-            None: every sequence is computed by itself.
+        hashes_of_ranks: of each sequence of each rank; None without prefix sharing.
 
     Raises:
         ValueError: A sequence has more tokens than all ranks, or one rank where documents stay
             whole, may hold.
     """
-    given = [
+    sequences = [
         (rank, index, length)
         for rank, lengths in enumerate(lengths_of_ranks)
         for index, length in enumerate(lengths)
         if length > 0
     ]
-    sources, indices, lengths = np.array(given, np.int64).reshape(-1, 3).T
+    sources, indices, lengths = np.array(sequences, np.int64).reshape(-1, 3).T
     stay_whole = settings.document_layout == "whole"
-    capacity = settings.tokens_per_rank * (1 if stay_whole else settings.ranks)
+    capacity = settings.document_capacity
     if len(lengths) and lengths.max() > capacity:
         raise Batch.LONG_SEQUENCE.error(
             length=lengths.max(),
@@ -80,9 +78,9 @@ def plan_padded(
             where="one rank" if stay_whole else "all ranks together",
         )
     if hashes_of_ranks is None:
-        trees = SharedPrefixes.of_none(lengths)
+        paths = SequencePaths.unshared(lengths)
     else:
-        hashes = [hashes_of_ranks[rank][index] for rank, index, _ in given]
-        trees = share_prefixes(lengths.tolist(), hashes, capacity)
-    micro_batches = even_micro_batches(trees, settings)
-    return PlannedPadding(plan_sequences(trees, lengths, settings, micro_batches), sources, indices)
+        hashes = [hashes_of_ranks[rank][index] for rank, index, _ in sequences]
+        paths = share_prefixes(lengths.tolist(), hashes, capacity)
+    micro_batches = even_micro_batches(paths.trees, settings)
+    return PlannedPadding(plan_sequences(paths, lengths, settings, micro_batches), sources, indices)

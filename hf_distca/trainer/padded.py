@@ -6,11 +6,10 @@ from typing import Any
 from torch import Tensor, nn
 
 from hf_distca.dispatch.padded_rows import OneMicroBatch, PackedBatch, PaddedBatches
-from hf_distca.models.sharing import shares_prefixes, why_sequences_stay_alone
+from hf_distca.models.sharing import shares_prefixes, why_sequences_share_nothing
 from hf_distca.patches.padded_models import pack_backbone
-from hf_distca.trainer.accepted import arguments_by_name
 from hf_distca.trainer.assembly import gathers_whole_layers, pack_padded
-from hf_distca.trainer.planned import PlannedTraining
+from hf_distca.trainer.planned import PlannedTraining, arguments_by_name
 
 
 class DistCAPaddedMixin(PlannedTraining):
@@ -52,7 +51,7 @@ class DistCAPaddedMixin(PlannedTraining):
         dispatcher = self.dispatcher
         args: Any = self.args
         self._shares_prefixes = shares_prefixes(
-            args, why_sequences_stay_alone(self.model), dispatcher.groups.rank
+            args, why_sequences_share_nothing(self.model), dispatcher.groups.rank
         )
         batches = PaddedBatches(
             dispatcher,
@@ -76,8 +75,8 @@ class DistCAPaddedMixin(PlannedTraining):
         if gathers_whole_layers(self.model, self.dispatcher.run, self.accelerator):
             return OneMicroBatch(
                 "ZeRO-3 gathers whole layers",
-                "else set ping_pong=False and mlp_chunk_rows=0, and train models whose layers all "
-                "have attention",
+                "else set planning={'ping_pong': False} and mlp_chunk_rows=0, and train models "
+                "whose layers all have attention",
             )
         if args.gradient_checkpointing and (args.gradient_checkpointing_kwargs or {}).get(
             "use_reentrant"

@@ -22,9 +22,10 @@ from hf_distca.models.describe import describe_run
 from hf_distca.models.images import image_model, why_no_images
 from hf_distca.plan import PLAN_KEY
 from hf_distca.trainer.assembly import make_dispatcher
-from tests.models_and_batches import exchanging, gradients_of
+from tests.models_and_batches import exchanging, gradients_of, with_planning
 from tests.survey.outcomes import (
     ACCEPTED,
+    BLOCKS,
     CONFIG,
     STOCK,
     Outcome,
@@ -105,7 +106,9 @@ def planned_with_images(name: str, modality: str) -> tuple[str, list[Step]]:
         model = _model(name, "distca")
         tokens = targets + len(documents)
         config = replace(
-            CONFIG, **exchanging(model), tokens_per_rank=-(-tokens // dist.get_world_size())
+            CONFIG,
+            **with_planning({**BLOCKS, **exchanging(model)}),
+            tokens_per_rank=-(-tokens // dist.get_world_size()),
         )
         dispatcher = make_dispatcher(model, config, torch.device("cpu"))
         batch = dispatcher.prepare(_batch(model, documents, dispatcher.settings))
@@ -145,8 +148,8 @@ def _batch(model: Any, documents: list[dict[str, Any]], settings: Any) -> dict[s
         columns,
         images=DocumentImages.of_parts(images, [part]),
     )
-    excerpts = fit_documents(lengths, int(lengths.sum()), "error", "all tokens")
-    return DistCACollator(dist.get_rank())([reader[GlobalMicroBatch(excerpts)]])
+    spans = fit_documents(lengths, int(lengths.sum()), "error", "all tokens")
+    return DistCACollator(dist.get_rank())([reader[GlobalMicroBatch(spans)]])
 
 
 def _images_of(model: Any) -> ImageModel:

@@ -115,9 +115,11 @@ class Modality:
             name: name of the document in errors.
         """
         images = self.count(example)
-        missing = [field.name for field in self.inputs if images and field.name not in example]
+        missing = [
+            field.name for field in self.inputs if images and example.get(field.name) is None
+        ]
         if missing:
-            given = sorted(set(self.fields) & set(example))
+            given = sorted(name for name in self.fields if example.get(name) is not None)
             raise Data.MISSING_IMAGE_FIELD.error(name=name, given=given, missing=missing)
         placeholders = int(np.count_nonzero(tokens == self.token_id))
         if self.kind == "grid":
@@ -246,7 +248,7 @@ class ImageModel:
             if not modality.count(example):
                 continue
             for name in modality.of_positions:
-                if name in example:
+                if example.get(name) is not None:
                     given[name] = torch.from_numpy(np.asarray(example[name]))
         # The rule needs a config, not weights.
         assert self.positions_of is not None

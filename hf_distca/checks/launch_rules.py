@@ -70,12 +70,11 @@ TRAINER: tuple[Rule, ...] = (
     ),
     Rule(
         "{0.trainer} gets a data set with images for {0.model}",
-        "{0.why_no_images}",
-        "train on text, use TRL's own trainer with attn_implementation='sdpa', or take a model of "
-        "the list in docs/reference/compatibility.md",
+        "the images of this model cannot be divided among ranks: {0.why_no_images}",
+        "train on text, use TRL's own trainer with attn_implementation='sdpa', or take a "
+        "model that the page Model compatibility lists with images",
         lambda facts: facts.has_images and facts.packs and facts.why_no_images,
-        condition="images for a model whose images hf_distca cannot divide among ranks: "
-        "docs/reference/compatibility.md has the reasons",
+        condition="images for a model that Model compatibility does not list with images",
     ),
     Rule(
         "{0.trainer} runs with tensor parallelism (tp_size={0.tp_size})",

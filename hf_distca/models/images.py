@@ -94,11 +94,16 @@ def _why_not_by_rows(encoder: nn.Module, config: Any) -> str:
         and getattr(text, "use_bidirectional_attention", "vision") == "vision"
     ):
         return "tokens of an image may attend to later ones of the image, and a plan is causal"
+    if takes["pixel_values"].default is inspect.Parameter.empty:
+        return "it computes no text without images"
     if "moe_mm_token_type_ids" in takes:
         return "its experts depend on the types of tokens"
     if getattr(config, "vision_config", None) is None:
         return "its config has no vision_config"
-    if any(isinstance(module, _BatchNorm) for module in encoder.modules()):
+    if any(
+        isinstance(module, _BatchNorm) and "audio" not in name
+        for name, module in encoder.named_modules()
+    ):
         return "its encoder normalizes over all images of a batch (batch norm)"
     return ""
 

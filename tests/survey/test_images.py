@@ -41,13 +41,13 @@ REFUSED = {
     "Gemma4UnifiedForConditionalGeneration": "later ones",
     "Ernie4_5_VLMoeForConditionalGeneration": "types of tokens",
     "Step3p7ForConditionalGeneration": "pixel_values_local",
+    "Blip2ForConditionalGeneration": "no text without images",
+    "MllamaForConditionalGeneration": "other layers",
 }
 """Models that would be computed wrong, and a part of the reason."""
 UNTESTED = {
-    *("FastVlmForConditionalGeneration", "PerceptionLMForConditionalGeneration"),  # of timm
-    "Gemma3nForConditionalGeneration",  # of timm
-    "Blip2ForConditionalGeneration",  # takes no text without images
-    "Florence2ForConditionalGeneration",  # its encoder has lists of four patch sizes
+    # Encoders of the package timm.
+    *("FastVlmForConditionalGeneration", "PerceptionLMForConditionalGeneration", "gemma3n"),
     "DiffusionGemmaForBlockDiffusion",  # a diffusion model
     "EvollaForProteinText2Text",  # no auto class loads it
     *("shieldgemma2", "pp_chart2table"),  # configs of other classes

@@ -67,7 +67,8 @@ def config_with_images(name: str) -> PreTrainedConfig:
             more[key] = {
                 field: [value, value] if isinstance(getattr(vision, field), list | tuple) else value
                 for field, value in VISION.items()
-                if isinstance(getattr(vision, field, None), int | list | tuple)
+                # Florence 2 has a height of patches for each stage.
+                if isinstance(old := getattr(vision, field, None), int) or len(old or ()) == 2
             }
     for key, value in MORE_WITH_IMAGES.get(OF_IMAGES[name], {}).items():
         more[key] = {**more.get(key, {}), **value} if isinstance(value, dict) else value
@@ -114,6 +115,11 @@ def _document(model: Any, modality: Modality, images: int, seed: int) -> dict[st
     for rows, frames in _rows(model, modality, fields) if images else ():
         for _ in range(frames):
             tokens += [BEGIN, *[modality.token_id] * (rows // frames), END, *text(9)]
+    encoder: Any = encoding_module(base_model(model))
+    taken = inspect.signature(type(encoder).forward).parameters
+    for name in set(modality.of_positions) - set(fields) if images else ():
+        if name in taken:  # seconds of each step of a video
+            fields[name] = np.array([draw.choice([0.5, 1.0, 2.0]) for _ in range(images)])
     return {"input_ids": tokens + text(30), **fields}
 
 

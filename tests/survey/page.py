@@ -140,12 +140,13 @@ def images_part(images: Sequence[Outcome], videos: Mapping[str, Outcome]) -> str
         refused=counts["refused"],
         untested=counts["not tested"],
     )
-    equal = [outcome for outcome in images if outcome.status == "equal"]
+    by_name = sorted(images, key=lambda outcome: outcome.name.lower())
+    equal = [outcome for outcome in by_name if outcome.status == "equal"]
     rows = [
         f"| `{outcome.name}` | {outcome.errors['image']:.1e} | {_of_video(videos, outcome.name)} |"
         for outcome in equal
     ]
-    others = [_row(outcome) for outcome in images if outcome.status != "equal"]
+    others = [_row(outcome) for outcome in by_name if outcome.status != "equal"]
     return top + "\n".join(rows) + "\n" + IMAGES_REFUSED + "\n".join(others) + "\n"
 
 

@@ -8,6 +8,8 @@ import pytest
 import torch
 
 from hf_distca.batches.images import Field, Modality
+from hf_distca.checks.launch_rules import TRAINER
+from hf_distca.checks.refusal import errors_of
 from hf_distca.dispatch.features import BoundImages
 from hf_distca.models.images import image_model, why_no_images
 from hf_distca.plan import FEATURES, PlannedImages
@@ -151,3 +153,16 @@ def test_a_model_of_text_has_no_images():
     model = small_model()
     assert image_model(model) is None
     assert "get_image_features" in why_no_images(model)
+
+
+def test_the_refusal_of_images_says_why():
+    (rule,) = (rule for rule in TRAINER if "{0.why_no_images}" in rule.why)
+    facts = SimpleNamespace(
+        trainer="DistCASFTTrainer", model="M", has_images=True, packs=True, why_no_images="it is M"
+    )
+    (error,) = errors_of([rule], facts)
+    assert "for M, but the images of this model cannot be divided among ranks: it is M;" in str(
+        error
+    )
+    facts.why_no_images = ""
+    assert not errors_of([rule], facts)

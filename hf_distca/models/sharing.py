@@ -7,7 +7,6 @@ from typing import Any
 from torch import nn
 from transformers.utils.logging import get_logger
 
-from hf_distca.config import DistCAConfig
 from hf_distca.models.decoder import base_model, text_decoder
 from hf_distca.models.mixing_modules import all_mixing_modules
 from hf_distca.models.rotary_types import rotary_modules
@@ -24,15 +23,16 @@ PACKAGES = ("hf_distca", "liger_kernel", "torch", "transformers", "trl")
 ROUTER_COUNTS = "the router's auxiliary loss counts rows; router_aux_loss_coef=0 leaves it out"
 
 
-def shares_prefixes(config: DistCAConfig, reason: str | None, rank: int) -> bool:
+def shares_prefixes(asked: bool, reason: str | None, rank: int) -> bool:
     """Return whether to share prefixes; rank 0 logs once why not.
 
     Args:
+        asked: the setting `share_prefixes`.
         reason: why prefix sharing would change results; None if it would not.
     """
-    if config.share_prefixes and reason is not None:
+    if asked and reason is not None:
         log_no_sharing(reason, rank)
-    return config.share_prefixes and reason is None
+    return asked and reason is None
 
 
 def log_no_sharing(reason: str, rank: int) -> None:

@@ -22,6 +22,9 @@ PLACEHOLDERS = np.dtype([(name, np.int64) for name in ("image", "start", "stop",
 """Rows [start, stop) of a document that are placeholders of an image, one after another. `offset`
 is the row of the image's features for `start`."""
 
+TOLERANCE = 0.01
+"""Work of an encoder above the mean that is accepted."""
+
 
 def plan_images(
     images: Table,
@@ -62,10 +65,11 @@ def plan_images(
 
 
 def choose_encoders(costs: FloatArray, features: Table, ranks: int) -> IntArray:
-    """Return [images] the rank that encodes each: the costliest first, where there is least work.
+    """Return [images] the rank that encodes each.
 
-    An image stays with the rank that holds most of its placeholders if that rank then has no more
-    work than the mean, or than the costliest image.
+    An image stays with the rank that holds most of its placeholders, unless that rank has too much
+    work. Such a rank gives its costliest images first, to the rank with the least work. Images that
+    stay need no travel, and no other rank reads their document.
 
     Args:
         costs: [images] work of the encoder.
@@ -73,15 +77,23 @@ def choose_encoders(costs: FloatArray, features: Table, ranks: int) -> IntArray:
     """
     rows_of_ranks = np.zeros((len(costs), ranks), np.int64)
     np.add.at(rows_of_ranks, (features["image"], features["rank"]), row_counts(features))
-    limit = max(float(costs.sum()) / ranks, float(costs.max(initial=0.0)))
-    loads = np.zeros(ranks)
-    encoders = np.zeros(len(costs), np.int64)
-    for image in np.argsort(-costs, kind="stable").tolist():
-        rank = int(rows_of_ranks[image].argmax())
-        if loads[rank] + costs[image] > limit:
-            rank = int(loads.argmin())
-        encoders[image] = rank
-        loads[rank] += costs[image]
+    encoders: IntArray = rows_of_ranks.argmax(1)
+    loads = np.bincount(encoders, costs, ranks)
+    mean = float(costs.sum()) / ranks
+    limit = max(mean * (1 + TOLERANCE), float(costs.max(initial=0.0)))
+    by_cost = np.argsort(-costs, kind="stable")
+    # First where no rank gets too much work, then wherever the larger of two loads shrinks.
+    for fits in (True, False):
+        for rank in np.argsort(-loads, kind="stable").tolist():
+            for image in by_cost[encoders[by_cost] == rank].tolist():
+                if loads[rank] <= limit:
+                    break
+                other = int(loads.argmin())
+                load = loads[other] + costs[image]
+                if load <= limit if fits else load < loads[rank]:
+                    encoders[image] = other
+                    loads[rank] -= costs[image]
+                    loads[other] = load
     return encoders
 
 

@@ -12,10 +12,8 @@ import numpy as np
 import torch
 from transformers import TrainerCallback, TrainerState
 
-from hf_distca.config import DistCAConfig
 from hf_distca.dispatch.dispatcher import Dispatcher
 from hf_distca.dispatch.peers import PeerExchanges
-from hf_distca.dispatch.process_groups import raised_together
 from hf_distca.dispatch.recorder import Recording, Span
 from hf_distca.plan import MicroBatchPlan
 from hf_distca.plan.arrays import FloatArray
@@ -50,19 +48,27 @@ UNREADABLE = "the costs in %s cannot be read and are measured again (%s)"
 
 
 def with_costs(
-    run: RunSpec, dispatcher: Dispatcher, config: DistCAConfig, folder: Path | None = None
+    run: RunSpec,
+    dispatcher: Dispatcher,
+    profile: str | None,
+    folder: Path | None = None,
+    *,
+    has_remote_workers: bool = False,
 ) -> RunSpec:
-    """Return the run with the costs by which plans are chosen, if any are. A collective."""
+    """Return the run with the costs by which plans are chosen, if any are. A collective.
+
+    Args:
+        profile: the setting `device_profile`.
+        folder: output folder of the run.
+    """
     settings = run.plans
     # Read also where nothing is chosen: a name that is wrong is wrong on any number of ranks.
-    with raised_together(config.exchange_timeout):
-        profile_of_file = (
-            None if config.device_profile is None else DeviceProfile.load(config.device_profile)
-        )
+    with dispatcher.groups.raised_together(in_world=True):
+        profile_of_file = None if profile is None else DeviceProfile.load(profile)
     chosen = (settings.document_layout, settings.balance_tolerance, settings.ping_pong)
     chooses = AUTO in chosen or profile_of_file is not None
     # With remote workers, every plan is balanced again for those that are present.
-    if not chooses or settings.ranks == 1 or config.remote_workers:
+    if not chooses or settings.ranks == 1 or has_remote_workers:
         return run
     return run.with_profile(profile_of_file or _measured_profile(run, dispatcher, folder))
 

@@ -124,7 +124,13 @@ def make_dispatcher(
     # Measuring the device draws random numbers, and rollouts and dropout of a seed stay what they
     # are without it.
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
-        run = with_costs(run, dispatcher, config, folder)
+        run = with_costs(
+            run,
+            dispatcher,
+            config.device_profile,
+            folder,
+            has_remote_workers=config.remote_workers,
+        )
     dispatcher.run = run = replace(run, device_memory=smallest_memory(dispatcher.groups, device))
     dispatcher.choose_by(run.plans.costs)
     with raised_together(config.exchange_timeout):
@@ -173,7 +179,9 @@ def pack_padded(
     else:
         with dispatcher.groups.raised_together():
             prepare_model(model, dispatcher.run)
-    shares = shares_prefixes(config, why_sequences_share_nothing(model), dispatcher.groups.rank)
+    shares = shares_prefixes(
+        config.share_prefixes, why_sequences_share_nothing(model), dispatcher.groups.rank
+    )
     pack_backbone(model, PaddedBatches(dispatcher, share_prefixes=shares))
     return dispatcher
 

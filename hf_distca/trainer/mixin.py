@@ -88,7 +88,7 @@ class DistCAMixin(PlannedTraining):
         self._progress = DataProgress(DataPlace({}))
         self._loaders = PackedLoaders(self, dispatcher)
         self._shares = self._packs and shares_prefixes(
-            self.args, why_training_shares_nothing(self), self.args.process_index
+            self.args.share_prefixes, why_training_shares_nothing(self), self.args.process_index
         )
         # Iterator of the present pass over the training data.
         self._epoch_iterator: Iterator[Any] | None = None

@@ -51,7 +51,7 @@ class DistCAPaddedMixin(PlannedTraining):
         dispatcher = self.dispatcher
         args: Any = self.args
         self._shares_prefixes = shares_prefixes(
-            args, why_sequences_share_nothing(self.model), dispatcher.groups.rank
+            args.share_prefixes, why_sequences_share_nothing(self.model), dispatcher.groups.rank
         )
         batches = PaddedBatches(
             dispatcher,

@@ -156,7 +156,7 @@ def test_a_model_of_text_has_no_images():
 
 
 def test_the_refusal_of_images_says_why():
-    (rule,) = (rule for rule in TRAINER if "{0.why_no_images}" in rule.why)
+    (rule,) = (rule for rule in TRAINER if "{0.why_no_images}" in rule.reason)
     facts = SimpleNamespace(
         trainer="DistCASFTTrainer", model="M", has_images=True, packs=True, why_no_images="it is M"
     )

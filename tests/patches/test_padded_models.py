@@ -615,7 +615,7 @@ def test_where_sharing_would_change_results_it_is_off_and_logged_once(
     caplog.set_level("INFO", logger="hf_distca")
     for rank in (0, 0, 1):
         reason_of_model = why_sequences_share_nothing(model)
-        assert shares_prefixes(DistCAConfig(), reason_of_model, rank) is (reason is None)
+        assert shares_prefixes(True, reason_of_model, rank) is (reason is None)
     messages = [record.message for record in caplog.records if "shared" in record.message]
     assert len(messages) == (0 if reason is None else 1)
     assert reason is None or reason in messages[0]

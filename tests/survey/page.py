@@ -56,6 +56,9 @@ These models train again on sequences with
 [equal prefixes](../guides/preferences.md#shared-prefixes). {padded} models share prefixes in padded
 batches, and {documents} in documents.
 
+Models that see images were tested on images, too: [the second part](#images-and-videos) of this page
+lists them.
+
 `make survey` runs the test, and `python -m tests.survey.page` writes this page.
 """
 SECTIONS: dict[Status, tuple[str, str]] = {

@@ -56,8 +56,8 @@ These models train again on sequences with
 [equal prefixes](../guides/preferences.md#shared-prefixes). {padded} models share prefixes in padded
 batches, and {documents} in documents.
 
-Models that see images were tested on images, too: [the second part](#images-and-videos) of this page
-lists them.
+Models that see images were tested on images, too: [Images and videos](#images-and-videos) lists
+them.
 
 `make survey` runs the test, and `python -m tests.survey.page` writes this page.
 """

@@ -137,6 +137,12 @@ class Data:
         "input_ids",
         condition="placeholders of images that do not fit the images of the document",
     )
+    MISSING_IMAGE_FIELD = Refusal(
+        "{name} has images in {given} and no {missing}",
+        "the model's encoder takes all of them",
+        "give the document all that the model's processor returns",
+        condition="a document with pixels and without another field that the encoder takes",
+    )
     NOT_PROCESSED = Refusal(
         "document {index} of {name} cannot be read or processed ({why})",
         "its text and its images make one document",

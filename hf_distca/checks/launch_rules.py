@@ -70,12 +70,11 @@ TRAINER: tuple[Rule, ...] = (
     ),
     Rule(
         "{0.trainer} gets a data set with images for {0.model}",
-        "hf_distca does not know how many rows of features its encoder makes of an image, or its "
-        "attention is not causal over images",
-        "train on text, use TRL's own trainer with attn_implementation='sdpa', or take a model of "
-        "the Qwen-VL, GLM-V, InternVL, LLaVA or Mistral families",
-        lambda facts: facts.has_images and facts.packs and not facts.takes_images,
-        condition="images for a model whose encoder hf_distca does not know",
+        "the images of this model cannot be divided among ranks: {0.why_no_images}",
+        "train on text, use TRL's own trainer with attn_implementation='sdpa', or take a "
+        "model that the page Model compatibility lists with images",
+        lambda facts: facts.has_images and facts.packs and facts.why_no_images,
+        condition="images for a model that Model compatibility does not list with images",
     ),
     Rule(
         "{0.trainer} runs with tensor parallelism (tp_size={0.tp_size})",

@@ -42,6 +42,12 @@ class BoundImages:
         Args:
             encoded_ED: features that this rank encodes, and those of a filler after them.
         """
+        if self.encoded_rows not in (0, len(encoded_ED)):
+            raise RuntimeError(
+                f"the encoder made {len(encoded_ED)} rows of features of images that have "
+                f"{self.encoded_rows} placeholders; report this model, since hf_distca does not "
+                "know how many rows its encoder makes"
+            )
         travel: Any = _Travel.apply
         placed_PD: Tensor = travel(self, encoded_ED)
         return placed_PD

@@ -4,40 +4,27 @@ import inspect
 from typing import Any
 
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from transformers import PreTrainedModel
 
 from hf_distca.batches.images import ImageModel, Modality
 from hf_distca.models.decoder import base_model
+from hf_distca.models.encoder_inputs import encoder_inputs, encoder_work
 
 ENCODES = {"image": "get_image_features", "video": "get_video_features"}
 """Method of a model that encodes inputs of each modality."""
-_EVEN_ARGUMENTS = {
-    *("self", "pixel_values", "vision_feature_layer", "vision_feature_select_strategy"),
-    *("image_sizes", "kwargs"),
-}
-"""Arguments of encoders that make the same number of rows for each image."""
 
 
 def image_model(model: nn.Module) -> ImageModel | None:
     """Return how a model takes images and videos; None if it takes none, or none that is known."""
-    base = base_model(model)
-    encoder = encoding_module(base)
-    if encoder is None:
-        return None
-    config: Any = base.config
-    modalities = [
-        modality for name in ENCODES if (modality := _modality(name, encoder, config)) is not None
-    ]
-    if not modalities or modalities[0].name != "image":
-        return None
-    linear, quadratic = _encoder_work(config.vision_config)
-    return ImageModel(
-        tuple(modalities),
-        config,
-        _own_class(encoder) if hasattr(encoder, "get_rope_index") else None,
-        linear,
-        quadratic,
-    )
+    found = _read(model)
+    return found if isinstance(found, ImageModel) else None
+
+
+def why_no_images(model: nn.Module) -> str:
+    """Return why a model's images cannot be trained on; "" if they can."""
+    found = _read(model)
+    return found if isinstance(found, str) else ""
 
 
 def encoding_module(base: PreTrainedModel) -> nn.Module | None:
@@ -45,66 +32,91 @@ def encoding_module(base: PreTrainedModel) -> nn.Module | None:
     inner = getattr(base, base.base_model_prefix, base)
     encoder: nn.Module = inner if hasattr(inner, ENCODES["image"]) else base
     takes = inspect.signature(_own_class(encoder).forward).parameters
-    # Tokens of an image attend to later ones where the model takes their types.
-    if "token_type_ids" in takes or "pixel_values" not in takes:
-        return None
-    return encoder if hasattr(encoder, ENCODES["image"]) else None
+    is_encoder = hasattr(encoder, ENCODES["image"]) and "pixel_values" in takes
+    return encoder if is_encoder else None
 
 
-def _modality(name: str, encoder: nn.Module, config: Any) -> Modality | None:
-    """Return the inputs of a model's encoder, or None if their rows are not known."""
-    vision = getattr(config, "vision_config", None)
-    token_id = getattr(config, f"{name}_token_id", getattr(config, f"{name}_token_index", None))
-    if vision is None or token_id is None or not hasattr(encoder, ENCODES[name]):
-        return None
-    arguments = set(inspect.signature(getattr(_own_class(encoder), ENCODES[name])).parameters)
-    channels = next(
-        (
-            getattr(vision, key)
-            for key in ("in_channels", "in_chans", "num_channels")
-            if hasattr(vision, key)
-        ),
-        3,
+def feature_fields(encoder: nn.Module) -> tuple[str, ...]:
+    """Return the outputs of an encoder that a model's forward puts among tokens."""
+    names = inspect.unwrap(_own_class(encoder).forward).__code__.co_names
+    fields = tuple(name for name in ("pooler_output", "deepstack_features") if name in names)
+    # Llama 4 projects the last hidden state.
+    return fields or ("last_hidden_state",)
+
+
+def _read(model: nn.Module) -> ImageModel | str:
+    """Return how a model takes images and videos, or why that is not known."""
+    base = base_model(model)
+    encoder = encoding_module(base)
+    if encoder is None:
+        return "it has no method get_image_features, or its text attends to images by other layers"
+    config: Any = base.config
+    reason = _why_not_by_rows(encoder, config)
+    if reason:
+        return reason
+    vision = config.vision_config
+    image = _modality("image", encoder, config)
+    if isinstance(image, str):
+        return image
+    modalities = [image]
+    video = (
+        _modality("video", encoder, config)
+        if hasattr(_own_class(encoder), ENCODES["video"])
+        else ""
     )
-    patch = _first(vision.patch_size)
-    merge = getattr(vision, "spatial_merge_size", getattr(config, "spatial_merge_size", 1))
-    values = "pixel_values" if name == "image" else f"pixel_values_{name}s"
-    if f"{name}_grid_thw" in arguments:
-        frames = _first(getattr(vision, "temporal_patch_size", 1))
-        shape: tuple[int, ...] = (merge**2, channels * frames * patch**2)
-        return Modality(name, token_id, values, f"{name}_grid_thw", "grid", patch, merge, shape)
-    if name != "image":
-        return None
-    if vision.model_type == "pixtral":
-        # Mistral 3 cannot encode a single row of features.
-        shape = (1, channels, patch * merge, 2 * patch * merge)
-        return Modality(name, token_id, values, "image_sizes", "size", patch, merge, shape)
-    if arguments <= _EVEN_ARGUMENTS:
-        side = vision.image_size
-        sides = tuple(side) if isinstance(side, list | tuple) else (side, side)
-        return Modality(name, token_id, values, "", "even", patch, 1, (1, channels, *sides))
-    return None
+    if isinstance(video, Modality) and video.kind == "grid":
+        modalities.append(video)
+    linear, quadratic = encoder_work(vision)
+    has_rule = hasattr(encoder, "get_rope_index")
+    merge = getattr(encoder, "spatial_merge_size", None)
+    return ImageModel(
+        tuple(modalities),
+        config,
+        _own_class(encoder) if has_rule else None,
+        {"spatial_merge_size": merge} if has_rule and isinstance(merge, int) else {},
+        linear,
+        quadratic,
+    )
+
+
+def _why_not_by_rows(encoder: nn.Module, config: Any) -> str:
+    """Return why rows of images are not computed as other rows of the text model; "" if they are.
+
+    Their features must also be those of each image alone.
+    """
+    forward = _own_class(encoder).forward
+    takes = inspect.signature(forward).parameters
+    code = inspect.unwrap(forward).__code__
+    names = {*code.co_names, *code.co_varnames, *code.co_consts}
+    text = config.get_text_config()
+    if "token_type_ids" in takes or (
+        "block_sequence_ids" in names
+        and getattr(text, "use_bidirectional_attention", "vision") == "vision"
+    ):
+        return "tokens of an image may attend to later ones of the image, and a plan is causal"
+    if takes["pixel_values"].default is inspect.Parameter.empty:
+        return "it computes no text without images"
+    if "moe_mm_token_type_ids" in takes:
+        return "its experts depend on the types of tokens"
+    if getattr(config, "vision_config", None) is None:
+        return "its config has no vision_config"
+    if any(
+        isinstance(module, _BatchNorm) and "audio" not in name
+        for name, module in encoder.named_modules()
+    ):
+        return "its encoder normalizes over all images of a batch (batch norm)"
+    return ""
+
+
+def _modality(name: str, encoder: nn.Module, config: Any) -> Modality | str:
+    """Return the inputs of a model's encoder, or why they are not known."""
+    token_id = getattr(config, f"{name}_token_id", getattr(config, f"{name}_token_index", None))
+    if token_id is None:
+        return f"its config has no {name}_token_id"
+    encode = getattr(_own_class(encoder), ENCODES[name])
+    return encoder_inputs(name, token_id, inspect.signature(encode).parameters, config)
 
 
 def _own_class(module: nn.Module) -> Any:
     """Return a module's class as it was before hf_distca changed it."""
     return getattr(module, "own_class", type(module))
-
-
-def _first(value: Any) -> int:
-    return int(value[0] if isinstance(value, list | tuple) else value)
-
-
-def _encoder_work(vision: Any) -> tuple[float, float]:
-    """Return the multiplications of an encoder for a patch, and for a pair of patches.
-
-    A layer has four projections of attention and an MLP with two matrices, or three where it is
-    gated. Layers with windows have pairs inside a window only, which are left out.
-    """
-    hidden = getattr(vision, "hidden_size", None) or vision.embed_dim
-    layers = getattr(vision, "num_hidden_layers", None) or vision.depth
-    inner = getattr(vision, "intermediate_size", None) or hidden * getattr(vision, "mlp_ratio", 4)
-    matrices = 3 if getattr(vision, "hidden_act", "") == "silu" else 2
-    whole = getattr(vision, "fullatt_block_indexes", None)
-    full_layers = layers if whole is None else len(whole)
-    return float(layers * (4 * hidden**2 + matrices * hidden * inner)), 2.0 * full_layers * hidden

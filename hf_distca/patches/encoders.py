@@ -15,12 +15,12 @@ from transformers import PreTrainedModel
 
 from hf_distca.dispatch.bound import BoundPlan
 from hf_distca.models.decoder import base_model
-from hf_distca.models.images import encoding_module
+from hf_distca.models.images import encoding_module, feature_fields
 from hf_distca.patches.modules import subclass, uncompiled
 from hf_distca.plan import PLAN_KEY
 
-FEATURES = ("pooler_output", "deepstack_features")
-"""Outputs of an encoder that the model puts among tokens. The second has a list of layers."""
+BY_LAYER = "deepstack_features"
+"""Output of an encoder that has features for several layers."""
 
 _running: ContextVar[BoundPlan | None] = ContextVar(
     "plan of the model whose forward runs", default=None
@@ -69,23 +69,45 @@ class _PlannedEncoders(nn.Module):
             return encode(*args, **kwargs)
         # The encoder's own attention is not planned.
         kwargs.pop(PLAN_KEY, None)
-        output = encode(*args, **kwargs)
-        return _of_placeholders(output, plan, modality)
+        # Some models encode videos by their method for images.
+        token = _running.set(None)
+        try:
+            output = encode(*args, **kwargs)
+        finally:
+            _running.reset(token)
+        return _of_placeholders(output, plan, modality, feature_fields(self))
 
 
-def _of_placeholders(output: Any, plan: BoundPlan, modality: str) -> Any:
-    """Replace the features of encoded images by those of the placeholders that a rank holds."""
-    pooled, layers = (getattr(output, name, None) for name in FEATURES)
-    encoded = [_rows_of(part) for part in (pooled, *(layers or ()))]
-    # One exchange for all layers.
+def _of_placeholders(output: Any, plan: BoundPlan, modality: str, fields: tuple[str, ...]) -> Any:
+    """Replace the features of encoded images by those of the placeholders that a rank holds.
+
+    Args:
+        fields: of the output, which have features, or a list of features by layer.
+    """
+    given = {name: value for name in fields if (value := getattr(output, name, None)) is not None}
+    by_layer = [_of_layer(entry) for entry in given.get(BY_LAYER, ())]
+    whole = [value for name, value in given.items() if name != BY_LAYER]
+    encoded = [_rows_of(features) for features in (*whole, *by_layer)]
+    # One exchange for all of them.
     widths = [rows.shape[1] for rows in encoded]
-    placed = plan.images[modality].to_placeholders(torch.cat(encoded, 1)).split(widths, 1)
-    output.pooler_output = _as_given(pooled, placed[0])
-    if layers is not None:
-        output.deepstack_features = [
-            _as_given(layer, rows) for layer, rows in zip(layers, placed[1:], strict=True)
-        ]
+    placed = iter(plan.images[modality].to_placeholders(torch.cat(encoded, 1)).split(widths, 1))
+    for name, value in given.items():
+        if name != BY_LAYER:
+            setattr(output, name, _as_given(value, next(placed)))
+    if BY_LAYER in given:
+        output.deepstack_features = [_with_layer(entry, next(placed)) for entry in given[BY_LAYER]]
     return output
+
+
+def _of_layer(entry: Any) -> Any:
+    """Return the features of an entry by layer: features, or a layer's number and features."""
+    return entry[1] if isinstance(entry[0], int) else entry
+
+
+def _with_layer(entry: Any, rows: Tensor) -> Any:
+    """Return an entry by layer with other rows."""
+    placed = _as_given(_of_layer(entry), rows)
+    return (entry[0], placed) if isinstance(entry[0], int) else placed
 
 
 def _rows_of(features: Any) -> Tensor:
@@ -95,5 +117,5 @@ def _rows_of(features: Any) -> Tensor:
 
 
 def _as_given(given: Any, rows: Tensor) -> Any:
-    """Return rows as a tensor, or in a list, as the features were given."""
-    return rows if isinstance(given, Tensor) else [rows]
+    """Return rows as a tensor of as many dimensions, or in a list, as the features were given."""
+    return rows[(None,) * (given.dim() - 2)] if isinstance(given, Tensor) else [rows]

@@ -22,7 +22,7 @@ from hf_distca.checks.run_rules import TRAINING, Run
 from hf_distca.collator.documents import check_dataset
 from hf_distca.models.checkpointing import checkpointing_options
 from hf_distca.models.decoder import base_model
-from hf_distca.models.images import image_model
+from hf_distca.models.images import why_no_images
 from hf_distca.models.model_facts import (
     GivenModel,
     check_is_model,
@@ -170,7 +170,7 @@ def _facts_of_model(trainer: Any) -> dict[str, Any]:
     is_fsdp2 = accelerator.is_fsdp2
     return {
         "model": type(base).__name__,
-        "takes_images": image_model(base) is not None,
+        "why_no_images": why_no_images(base),
         "is_adapted": is_adapted,
         "is_divided": is_divided,
         "pp_size": getattr(sizes, "pp_size", 1),

@@ -101,8 +101,17 @@ class Batch:
         "a packed batch takes only integers of that shape, one for each token",
         f"leave {{name}} out, {UNPACKED}",
         condition=(
-            "images and other inputs that are not one integer for each token, beside a padded batch"
+            "inputs that are not one integer for each token beside a padded batch, such as images "
+            "for a model whose encoder hf_distca does not know"
         ),
+    )
+    CUT_IMAGE = Refusal(
+        "an image of sequence {sequence} of a padded batch has more rows of features than the "
+        "sequence has placeholders left",
+        "its other rows would replace placeholders of the next sequence",
+        "make input_ids and pixels by one call of the model's processor, and do not truncate "
+        "input_ids",
+        condition="an image whose placeholders lie in two sequences of a padded batch",
     )
     OTHER_OUTPUT = Refusal(
         "the model returns a tensor of the shape {found} for {rows} packed rows",

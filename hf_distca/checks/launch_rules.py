@@ -63,18 +63,12 @@ TRAINER: tuple[Rule, ...] = (
         lambda facts: facts.sp_size > 1,
     ),
     Rule(
-        "{0.trainer} gets a data set with images",
-        "padded batches travel without pixels",
-        "train on text, or use TRL's own trainer with attn_implementation='sdpa'",
-        lambda facts: facts.has_images and not facts.packs,
-    ),
-    Rule(
         "{0.trainer} gets a data set with images for {0.model}",
         "hf_distca does not know how many rows of features its encoder makes of an image, or its "
         "attention is not causal over images",
         "train on text, use TRL's own trainer with attn_implementation='sdpa', or take a model of "
         "the Qwen-VL, GLM-V, InternVL, LLaVA or Mistral families",
-        lambda facts: facts.has_images and facts.packs and not facts.takes_images,
+        lambda facts: facts.has_images and not facts.takes_images,
         condition="images for a model whose encoder hf_distca does not know",
     ),
     Rule(

@@ -11,6 +11,7 @@ import numpy as np
 from hf_distca.checks.batch_rules import Batch
 from hf_distca.plan.arrays import IntArray
 from hf_distca.plan.intervals import Table
+from hf_distca.planner.given_images import GivenImages, plan_given_images
 from hf_distca.planner.prefixes import Hashes, SharedPrefixes, share_prefixes
 from hf_distca.planner.sequences import (
     TOKENS,
@@ -36,6 +37,7 @@ class PlannedPadding:
     sequences: PlannedSequences
     sources: IntArray  # [sequences] the rank that was given each one
     indices: IntArray  # [sequences] its index in the batch of that rank
+    images: tuple[Table, ...] = ()  # of each micro-batch those that ranks encode, of dtype IMAGE
 
     def travelling(self, tokens: Table) -> Table:
         """Return tokens of sequences as entries of dtype TRAVELLING."""
@@ -51,6 +53,7 @@ def plan_padded(
     lengths_of_ranks: Sequence[Sequence[int]],
     settings: PlanSettings,
     hashes_of_ranks: Sequence[Sequence[Hashes]] | None = None,
+    images_of_ranks: Sequence[GivenImages] = (),
 ) -> PlannedPadding:
     """Plan the micro-batches for sequences of [ranks] lengths each.
 
@@ -59,6 +62,7 @@ def plan_padded(
     Args:
         hashes_of_ranks: of each sequence of each rank. Shared prefixes are then computed once.
             None: every sequence is computed by itself.
+        images_of_ranks: images of each rank's batch; empty for models without images.
 
     Raises:
         ValueError: A sequence has more tokens than all ranks, or one rank where documents stay
@@ -85,4 +89,8 @@ def plan_padded(
         hashes = [hashes_of_ranks[rank][index] for rank, index, _ in given]
         trees = share_prefixes(lengths.tolist(), hashes, capacity)
     micro_batches = even_micro_batches(trees, settings)
-    return PlannedPadding(plan_sequences(trees, lengths, settings, micro_batches), sources, indices)
+    sequences = plan_sequences(trees, lengths, settings, micro_batches)
+    images: tuple[Table, ...] = ()
+    if images_of_ranks:
+        sequences, images = plan_given_images(sequences, sources, indices, images_of_ranks)
+    return PlannedPadding(sequences, sources, indices, images)

@@ -29,6 +29,7 @@ from hf_distca.models import fla
 from hf_distca.models.checkpointing import layers_with_checkpoints
 from hf_distca.models.decoder import base_model, mixing_layers
 from hf_distca.models.describe import describe_run
+from hf_distca.models.images import image_model
 from hf_distca.models.loading import plan_attention
 from hf_distca.models.model_facts import check_is_model
 from hf_distca.models.sharing import shares_prefixes, why_sequences_stay_alone
@@ -177,7 +178,8 @@ def pack_padded(
             plan_attention(base_model(model))
             prepare_model(model, dispatcher.run)
     shares = shares_prefixes(config, why_sequences_stay_alone(model), dispatcher.groups.rank)
-    pack_backbone(model, PaddedBatches(dispatcher, share_prefixes=shares))
+    batches = PaddedBatches(dispatcher, share_prefixes=shares, image_model=image_model(model))
+    pack_backbone(model, batches)
     return dispatcher
 
 

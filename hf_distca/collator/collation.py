@@ -160,6 +160,7 @@ class RankDocuments(Dataset[PlannedDocuments]):
             sequences.held,
             self.settings.ranks,
             [modality.name for modality in images.model.modalities],
+            always_encodes=images.model.always_encodes,
         )
         (plan,) = sequences.plans
         return replace(sequences, plans=(replace(plan, images=planned),))

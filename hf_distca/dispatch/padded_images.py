@@ -35,7 +35,8 @@ class PaddedImages:
     def summary(self) -> GivenImages:
         """What all ranks know of the images."""
         names = tuple(modality.name for modality in self.model.modalities)
-        return GivenImages(names, self.images.tobytes(), self.placeholders.tobytes())
+        always = self.model.always_encodes
+        return GivenImages(names, always, self.images.tobytes(), self.placeholders.tobytes())
 
     def marks(self, sequence: int, tokens: int) -> IntArray:
         """Return [tokens] of a sequence: for placeholders the number of their image, else 0.

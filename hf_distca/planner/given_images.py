@@ -20,6 +20,7 @@ class GivenImages(NamedTuple):
     """Images of one rank's padded batch, as bytes that ranks exchange."""
 
     modalities: tuple[str, ...]  # names, by their number in `images`
+    always_encodes: bool  # whether ranks encode fillers in micro-batches without images
     images: bytes  # of dtype IMAGE; `document` is the sequence's index in the batch
     placeholders: bytes  # of dtype PLACEHOLDERS, by sequence and row
 
@@ -49,8 +50,14 @@ def plan_given_images(
         needed = np.unique(features["image"])
         features["image"] = np.searchsorted(needed, features["image"])
         own = images.take(needed)
-        names = images_of_ranks[0].modalities
-        plans.append(replace(plan, images=by_modality(own, features, encoders[needed], names)))
+        planned = by_modality(
+            own,
+            features,
+            encoders[needed],
+            images_of_ranks[0].modalities,
+            always_encodes=images_of_ranks[0].always_encodes,
+        )
+        plans.append(replace(plan, images=planned))
         encoded.append(own)
     return replace(sequences, plans=tuple(plans)), tuple(encoded)
 

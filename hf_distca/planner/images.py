@@ -24,7 +24,13 @@ is the row of the image's features for `start`."""
 
 
 def plan_images(
-    images: Table, placeholders: Table, held: Table, ranks: int, modalities: Sequence[str]
+    images: Table,
+    placeholders: Table,
+    held: Table,
+    ranks: int,
+    modalities: Sequence[str],
+    *,
+    always_encodes: bool = False,
 ) -> dict[str, PlannedImages]:
     """Choose the rank that encodes each image of a micro-batch, and where its features go.
 
@@ -34,17 +40,23 @@ def plan_images(
             and row.
         held: rows of documents that ranks hold, of dtype TOKENS, by rank and row.
         modalities: names of the modalities, by their number in `images`.
+        always_encodes: plan the first modality also without images.
 
     Returns:
         The planned images of each modality that the micro-batch has.
     """
     features = held_features(images, placeholders, held)
     encoders = choose_encoders(images["cost"], features, ranks)
-    return by_modality(images, features, encoders, modalities)
+    return by_modality(images, features, encoders, modalities, always_encodes=always_encodes)
 
 
 def by_modality(
-    images: Table, features: Table, encoders: IntArray, modalities: Sequence[str]
+    images: Table,
+    features: Table,
+    encoders: IntArray,
+    modalities: Sequence[str],
+    *,
+    always_encodes: bool,
 ) -> dict[str, PlannedImages]:
     """Return the planned images of each modality that a micro-batch has.
 
@@ -53,11 +65,12 @@ def by_modality(
         features: of dtype FEATURES, by rank and row, with the number of the image in `images`.
         encoders: [images] rank that encodes each.
         modalities: names of the modalities, by their number in `images`.
+        always_encodes: plan the first modality also without images.
     """
     planned: dict[str, PlannedImages] = {}
     for number, modality in enumerate(modalities):
         members = np.flatnonzero(images["modality"] == number)
-        if not len(members):
+        if not len(members) and not (always_encodes and number == 0):
             continue
         number_in_modality = np.full(len(images), -1)
         number_in_modality[members] = np.arange(len(members))

@@ -48,10 +48,10 @@ from hf_distca.collator.summary import documents_summary
 from hf_distca.dispatch.bound import BoundPlan
 from hf_distca.dispatch.dispatcher import Dispatcher
 from hf_distca.dispatch.process_groups import Groups
-from hf_distca.models.images import image_model
 from hf_distca.models.sharing import log_alone
 from hf_distca.plan import PLAN_KEY, MicroBatchPlan
 from hf_distca.trainer.arguments import DistCAPaddedArguments
+from hf_distca.trainer.parallel import encoders_of
 
 logger = logging.getLogger(__name__)
 
@@ -80,7 +80,7 @@ class PackedLoaders:
         if self._args.remove_unused_columns:
             trainer._set_signature_columns_if_needed()
             model_inputs = frozenset(trainer._signature_columns or ())
-        self._image_model = image_model(trainer.model)
+        self._image_model = encoders_of(trainer.model, trainer.accelerator)
         fields = frozenset() if self._image_model is None else self._image_model.fields
         self._columns = Columns(self._args.length_column_name, model_inputs, fields)
         # By the id of a data set of those whose lengths are known: images of its documents.

@@ -23,8 +23,10 @@ from torch.distributed.fsdp import (
 from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel, TrainingArguments
 
+from hf_distca.batches.images import ImageModel
 from hf_distca.dispatch.process_groups import in_world
 from hf_distca.models.decoder import base_model, text_decoder
+from hf_distca.models.images import image_model
 from hf_distca.models.tensor_parallel import is_divided_at_load
 
 DDP = (DistributedType.MULTI_GPU, DistributedType.MULTI_CPU)
@@ -285,6 +287,14 @@ def gathers_parameters(accelerator: Accelerator) -> bool:
     """Return whether ZeRO-3 gathers the parameters of each module when the module begins."""
     plugin = getattr(accelerator.state, "deepspeed_plugin", None)
     return plugin is not None and plugin.hf_ds_config.is_zero3()
+
+
+def encoders_of(model: nn.Module, accelerator: Accelerator) -> ImageModel | None:
+    """Return how a model that is trained takes images; None if it takes none that is known."""
+    found = image_model(model)
+    if found is None:
+        return None
+    return replace(found, always_encodes=gathers_parameters(accelerator))
 
 
 def gather_whole_layers(model: nn.Module, layers: Sequence[type[nn.Module]]) -> None:

@@ -63,7 +63,8 @@ CASES = {
     # TRL's gradient of the head is not that of all ranks.
     "fsdp2": Case("fsdp2", frozen=("lm_head",)),
     "zero3": Case("zero3"),
-    "zero3, LoRA": Case("zero3", adapters=("q_proj", "up_proj", "qkv", "linear_fc1")),
+    # TRL's checkpoints are then reentrant, and give adapters of the encoder no gradient.
+    "zero3, LoRA": Case("zero3", adapters=("q_proj", "up_proj")),
 }
 
 

@@ -20,7 +20,7 @@ from harness.models import documents_of, llama, rows_of_documents, settings_of
 from torch import Tensor
 
 from hf_distca import Dispatcher
-from hf_distca.dispatch.checkpoints import KeptResults
+from hf_distca.dispatch.kept_results import KeptResults
 from hf_distca.kernels import AttentionParams, TaskShapes
 from hf_distca.models.checkpointing import enable_checkpointing
 from hf_distca.planner.micro_batch import plan_placed

@@ -59,7 +59,9 @@ def step_of_loss(tokens: int, chunk_bytes: int) -> Round:
     nothing else.
     """
     model = llama(tokens, **SIZES)
-    config = DistCAConfig(tokens_per_rank=tokens, loss_chunk_bytes=chunk_bytes, ping_pong=False)
+    config = DistCAConfig(
+        tokens_per_rank=tokens, loss_chunk_bytes=chunk_bytes, planning={"ping_pong": False}
+    )
     dispatcher = make_dispatcher(model, config, torch.device("cpu"))
 
     def step(length: int) -> float:

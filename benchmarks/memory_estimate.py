@@ -4,9 +4,9 @@ Each configuration trains a small LLaMA under DistributedDataParallel for three 
 two micro-batches, in processes of its own. Measured is the most resident memory above what was
 resident before there was a model. The estimate is made of the model's config and the plan alone.
 
-With offload, checkpoints of layers go to a part of the same memory that stands for the host's. The
-estimate is then of device and host together. Bytes that a forward copies to the host are compared
-with the estimate of host memory.
+With offload, activation checkpoints go to a part of the same memory that stands for the host's.
+The estimate is then of device and host together. Bytes that a forward copies to the host are
+compared with the estimate of host memory.
 
 Run: python benchmarks/memory_estimate.py [--tokens 4096] [--offload]
 """
@@ -90,7 +90,7 @@ class Taken(NamedTuple):
     """Bytes of memory."""
 
     total: int
-    host: int = 0  # of these, checkpoints of layers on the host
+    host: int = 0  # of these, activation checkpoints of layers on the host
 
 
 def train(case: Case) -> Taken:

@@ -84,7 +84,7 @@ class Step(NamedTuple):
     gradients: dict[str, Tensor]
     seconds: float
     peak_bytes: int
-    offloaded_bytes: int = 0  # memory for checkpoints of layers
+    offloaded_bytes: int = 0  # memory for activation checkpoints of layers
 
 
 def qwen3(positions: int, implementation: str) -> nn.Module:
@@ -148,7 +148,7 @@ def planned_step(lengths: list[int], folder: str) -> Step:
     arguments = DistCATrainingArguments(
         output_dir=folder,
         tokens_per_rank=tokens,
-        exchange_buffer_bytes=tokens * 16,
+        planning={"exchange_buffer_bytes": tokens * 16},
         mlp_chunk_rows=1024,
         offload_activations=True,
         max_steps=1,

@@ -1,10 +1,10 @@
-"""Plans of sequences that begin alike: planning time, and K/V rows that attention gathers.
+"""Plans of sequences with equal prefixes: planning time, and K/V rows that attention gathers.
 
 An 8B model, nodes of 8 H100, at most 32768 tokens on each rank. Each kind of sequences is planned
-with equal beginnings computed once, and with every sequence computed alone. Then the rows are
-counted that all ranks gather for kernel calls in the forward of one layer, and the query rows whose
-results are merged because their keys come in several calls. Beside them stand the rows that would
-be gathered if each task gathered its whole path.
+with prefix sharing and without. Counted are the K/V rows that all ranks gather for kernel calls in
+the forward of one layer, and the query rows whose results are merged because their keys come in
+several calls. Beside them stand the rows that would be gathered if each task gathered its whole
+path.
 
 Run: python benchmarks/prefix_plans.py [--rounds 5] [--ranks 64]
 """
@@ -30,16 +30,16 @@ from hf_distca.sim.trees import DrawnBatch, turns_of_ranks
 TOKENS, NODE = 32768, 8
 """Tokens of a rank, and ranks of a node."""
 FILLED = 0.9
-"""Share of all ranks' rows that the sequences take, each equal beginning counted once."""
+"""Share of all ranks' rows that the sequences take, each equal prefix counted once."""
 COMPLETIONS = 8
 """Completions of a prompt."""
 TURNS_OF_RANK = 20
-"""Turns of sessions that each rank is given."""
+"""Turns of sessions in the batch of each rank."""
 KIND = next(iter(LLAMA_8B.layers))
 
 
 @dataclass(frozen=True)
-class Groups:
+class Prompts:
     """Prompts with completions; tasks under one system prompt if that has tokens."""
 
     system: int
@@ -47,7 +47,7 @@ class Groups:
     completion: tuple[int, int]
 
     def drawn(self, ranks: int) -> DrawnBatch:
-        """Return groups that fill the ranks."""
+        """Return prompts with completions that fill the ranks."""
         random = np.random.default_rng(1)
         system = np.arange(self.system)
         rows, number = self.system, 0
@@ -66,17 +66,17 @@ class Groups:
         return DrawnBatch(lengths, hashes)
 
 
-GROUPS = {
-    "long prompts": Groups(0, (8192, 8193), (256, 1024)),
-    "long completions": Groups(0, (1024, 1025), (500, 16000)),
-    "tasks under one system prompt": Groups(8192, (200, 2000), (300, 3000)),
+PROMPTS = {
+    "long prompts": Prompts(0, (8192, 8193), (256, 1024)),
+    "long completions": Prompts(0, (1024, 1025), (500, 16000)),
+    "tasks under one system prompt": Prompts(8192, (200, 2000), (300, 3000)),
 }
 
 
 def drawn(ranks: int) -> Iterator[tuple[str, DrawnBatch]]:
     """Yield the batches by kind."""
-    for name, groups in GROUPS.items():
-        yield name, groups.drawn(ranks)
+    for name, prompts in PROMPTS.items():
+        yield name, prompts.drawn(ranks)
     yield "turns of sessions", next(turns_of_ranks(1, ranks, TURNS_OF_RANK))
 
 
@@ -127,9 +127,9 @@ def planning_ms(
     return (time.process_time() - begin) * 1000
 
 
-def shared_over_alone(name: str, figures: Round) -> float:
+def shared_over_unshared(name: str, figures: Round) -> float:
     """Return the planning time of a kind with sharing over that without."""
-    return figures[f"{name}, shared, ms"] / figures[f"{name}, alone, ms"]
+    return figures[f"{name}, shared, ms"] / figures[f"{name}, unshared, ms"]
 
 
 def main() -> None:
@@ -148,11 +148,13 @@ def main() -> None:
         figures = {}
         for name, batch in batches.items():
             figures[f"{name}, shared, ms"] = planning_ms(batch, settings, batch.hashes)
-            figures[f"{name}, alone, ms"] = planning_ms(batch, settings, None)
+            figures[f"{name}, unshared, ms"] = planning_ms(batch, settings, None)
         return figures
 
     measured = take_rounds(options, take)
-    ratios = {f"{name}, shared over alone": partial(shared_over_alone, name) for name in batches}
+    ratios = {
+        f"{name}, shared over unshared": partial(shared_over_unshared, name) for name in batches
+    }
     report(measured, ratios, counts=counts)
 
 

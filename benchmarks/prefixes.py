@@ -12,8 +12,8 @@ The model is a LLaMA with two layers and a quarter of the width of a Qwen3-0.6B.
 float32 with gradient checkpointing. Each rank calls the model with eight sequences at a time. Only
 completions, answers and the last turn of an example get logits. Both strategies pack:
 
-  alone     pack_padded with share_prefixes=False computes each sequence by itself
-  shared    pack_padded computes equal beginnings once
+  unshared  pack_padded with share_prefixes=False computes each sequence by itself
+  shared    pack_padded shares prefixes
 
 A round runs all cases by both strategies in shuffled order. A step is a forward and a backward. It
 includes reading the batches, hashing, exchanging hashes, planning and binding. Each round has new
@@ -70,7 +70,7 @@ from hf_distca import DistCAConfig, pack_padded
 
 CPU = torch.device("cpu")
 RANKS = 2
-STRATEGIES = ("alone", "shared")
+STRATEGIES = ("unshared", "shared")
 POSITIONS = 4096
 
 
@@ -170,9 +170,9 @@ def largest_differences(found: dict[str, Any]) -> dict[str, float]:
     """The largest relative difference of loss and norm between the strategies, by case."""
     differences = {}
     for case in CASES:
-        alone, shared = (found[f"{case}, {strategy}"] for strategy in STRATEGIES)
+        unshared, shared = (found[f"{case}, {strategy}"] for strategy in STRATEGIES)
         differences[case] = max(
-            abs(shared[name] - alone[name]) / abs(alone[name])
+            abs(shared[name] - unshared[name]) / abs(unshared[name])
             for name in ("loss", "norm of gradients")
         )
     return differences
@@ -190,7 +190,8 @@ def main() -> None:
     with Ranks(RANKS, prepare, options.scale) as ranks:
         measured = take_rounds(options, lambda: slowest(ranks.take()))
     ratios = {
-        f"{case}, alone / shared": over(f"{case}, alone, s", f"{case}, shared, s") for case in CASES
+        f"{case}, unshared / shared": over(f"{case}, unshared, s", f"{case}, shared, s")
+        for case in CASES
     }
     report(
         measured,

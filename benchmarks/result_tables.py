@@ -31,8 +31,8 @@ STEP_TIMES = {
     "step_time_960_mbit": "2, 960 Mbit/s",
 }
 """Results of step_time.py, and what the column "ranks" says of each."""
-PLANNED = ("shared", "alone")
-"""How prefix_plans.py plans sequences that begin alike."""
+PLANNED = ("shared", "unshared")
+"""How prefix_plans.py plans sequences with equal prefixes."""
 CORPORA = {"wlbllm": "pretraining mix", "prolong": "ProLong"}
 
 
@@ -354,25 +354,25 @@ def prefixes() -> Rows:
     found = result("prefixes")
     yield (
         "sequences",
-        "rows, alone",
+        "rows, unshared",
         "rows, shared",
         "ratio",
-        "seconds, alone",
+        "seconds, unshared",
         "seconds, shared",
         "speed-up",
-        "MiB, alone",
+        "MiB, unshared",
         "MiB, shared",
     )
     for case in ("groups", "pairs", "sessions"):
-        names = [f"{case}, {strategy}" for strategy in ("alone", "shared")]
-        alone, shared = (found["rows"][name] for name in names)
+        names = [f"{case}, {strategy}" for strategy in ("unshared", "shared")]
+        unshared, shared = (found["rows"][name] for name in names)
         yield (
             case,
-            str(alone),
+            str(unshared),
             str(shared),
-            f"{alone / shared:.2f}",
+            f"{unshared / shared:.2f}",
             *(quartiles(found["figures"][f"{name}, s"]) for name in names),
-            quartiles(found["derived"][f"{case}, alone / shared"]),
+            quartiles(found["derived"][f"{case}, unshared / shared"]),
             *(f"{found['memory'][f'{name}, MiB']:.0f}" for name in names),
         )
 
@@ -492,7 +492,7 @@ def plan_time() -> Rows:
 def prefix_plans() -> Rows:
     found = result("prefix_plans")
     gathering = ("gathered, GB", "merged, GB", "whole paths gathered, GB")
-    yield "sequences", "computed", "shared", "planning, ms", "each alone, ms", *gathering
+    yield "sequences", "computed", "shared", "planning, ms", "unshared, ms", *gathering
     for kind, counts in found["counts"].items():
         planning = (f"{found['figures'][f'{kind}, {how}, ms']['median']:.0f}" for how in PLANNED)
         rows = (f"{counts[name] / 1e6:.1f} M" for name in ("computed rows", "shared rows"))

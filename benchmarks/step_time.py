@@ -7,8 +7,8 @@ strategies of each mix run once, one after another in shuffled order:
 
   auto       hf_distca as it comes: plans chosen by costs that the ranks measure, and correct in the
              first steps
-  as set     hf_distca with the planner's layout, balance_tolerance=0.01 and ping_pong=True
-  no turns   the same with ping_pong=False
+  as set     hf_distca with the planner's layout, a tolerance of 0.01 and ping-pong
+  no turns   the same without ping-pong
   fixed      hf_distca, documents placed as "whole" has them, with ping-pong
   whole      DDP without hf_distca: whole documents, divided over the ranks so that the largest
              number of query-key pairs is as small as the longest-first rule finds it; what
@@ -54,7 +54,7 @@ from hf_distca.kernels import TaskShapes, get_kernel
 from hf_distca.plan import MicroBatchPlan
 from hf_distca.plan.cost import pairs
 from hf_distca.planner.micro_batch import plan_micro_batch, plan_placed
-from hf_distca.trainer.costs import EARLY_STEPS, WATCHED_STEPS, LearnedCosts
+from hf_distca.profiling.costs import EARLY_STEPS, WATCHED_STEPS, LearnedCosts
 
 CPU = torch.device("cpu")
 SIZES = {
@@ -86,7 +86,6 @@ MIXES = {
 They add up to LENGTHS_FOR; another number of tokens scales them.
 """
 LENGTHS_FOR = 2 * 8192
-SET = {"document_layout": "fixed", "balance_tolerance": 0.01}
 STRATEGIES = ("auto", "as set", "no turns", "fixed", "whole", "packed")
 ROUNDS_BEFORE = 6
 """Rounds that choose finalists."""
@@ -171,13 +170,19 @@ def scaled(lengths: Sequence[int], tokens: int) -> list[int]:
     return [length * tokens // LENGTHS_FOR for length in lengths]
 
 
+def as_set(*, ping_pong: bool) -> dict[str, Any]:
+    """Settings of which none is "auto"."""
+    planning = {"balance_tolerance": 0.01, "ping_pong": ping_pong}
+    return {"document_layout": "fixed", "planning": planning}
+
+
 def steps_of(ranks: int, tokens: int) -> tuple[dict[str, Callable[[], None]], dict[str, str]]:
     """Steps of all mixes in all strategies by name, and what "auto" chose, by mix."""
     models = Models(ranks * tokens)
     strategies = {
         "auto": {},
-        "as set": {**SET, "ping_pong": True},
-        "no turns": {**SET, "ping_pong": False},
+        "as set": as_set(ping_pong=True),
+        "no turns": as_set(ping_pong=False),
     }
     dispatchers = {
         strategy: make_dispatcher(

@@ -23,9 +23,9 @@ from harness import print_json
 from numpy.typing import NDArray
 
 from hf_distca import PlanSettings
-from hf_distca.collator.prefixes import BLOCK_HASH, SharedBeginnings
+from hf_distca.collator.dataset_prefixes import BLOCK_HASH, DatasetPrefixes
 from hf_distca.collator.sampler import GlobalBatchSampler, GlobalMicroBatch, fit_documents
-from hf_distca.planner.prefixes import BLOCK, SharedPrefixes
+from hf_distca.planner.prefixes import BLOCK, SequencePaths
 from hf_distca.planner.sequences import on_rank, plan_sequences
 from hf_distca.sim.lengths import corpora
 from hf_distca.sim.trees import TURNS
@@ -47,7 +47,7 @@ class Documents:
 
     lengths: NDArray[np.int64]
     targets: NDArray[np.int64]
-    beginnings: SharedBeginnings
+    prefixes: DatasetPrefixes
 
     @classmethod
     def drawn(cls, kind: str, sessions: int, turns: int) -> "Documents":
@@ -74,7 +74,7 @@ class Documents:
             hashes.append(block_hashes(document // turns, int(length)))
             edges = np.append(np.arange(0, length, BLOCK), length).clip(first, stop)
             counts.append(np.diff(edges).astype(np.uint8))
-        found = SharedBeginnings.of(
+        found = DatasetPrefixes.of(
             lengths,
             np.arange(len(lengths)),
             np.concatenate(hashes).tobytes(),
@@ -98,18 +98,18 @@ def targets_of_ranks(
     documents: Documents, batch: GlobalMicroBatch, settings: PlanSettings
 ) -> list[int]:
     """Return the targets that the head of each rank computes."""
-    excerpts = batch.excerpts
-    lengths = excerpts["stop"] - excerpts["start"]
-    assert batch.groups is not None
+    spans = batch.spans
+    lengths = spans["stop"] - spans["start"]
+    assert batch.trees is not None
     most_rows = settings.ranks * settings.tokens_per_rank
-    shared = documents.beginnings.shared(excerpts, batch.groups, most_rows, joins=True)
-    shared = shared or SharedPrefixes.of_none(lengths)
-    read = plan_sequences(shared, lengths, settings).read
+    paths = documents.prefixes.paths(spans, batch.trees, most_rows, joins=True)
+    paths = paths or SequencePaths.unshared(lengths)
+    tokens = plan_sequences(paths, lengths, settings).sequence_tokens
     counts = []
     for rank in range(settings.ranks):
-        held = on_rank(read, rank)
-        first, stop = documents.targets[excerpts["document"][held["sequence"]]].T
-        counted = np.minimum(held["stop"], stop) - np.maximum(held["start"], first)
+        entries = on_rank(tokens, rank)
+        first, stop = documents.targets[spans["document"][entries["sequence"]]].T
+        counted = np.minimum(entries["stop"], stop) - np.maximum(entries["start"], first)
         counts.append(int(counted.clip(0).sum()))
     return counts
 
@@ -118,8 +118,8 @@ def shares_of_busiest(documents: Documents, ranks: int, batches: int) -> Iterato
     """Yield the targets of the busiest rank, over the rows of a rank, of each micro-batch."""
     settings = PlanSettings(ranks, TOKENS)
     capacity = ranks * TOKENS
-    excerpts = fit_documents(documents.lengths, capacity, "truncate", "all ranks")
-    sampler = GlobalBatchSampler(excerpts, capacity, beginnings=documents.beginnings)
+    spans = fit_documents(documents.lengths, capacity, "truncate", "all ranks")
+    sampler = GlobalBatchSampler(spans, capacity, prefixes=documents.prefixes)
     for (batch,) in islice(sampler, batches):
         yield max(targets_of_ranks(documents, batch, settings)) / TOKENS
 

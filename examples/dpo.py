@@ -84,7 +84,7 @@ def main() -> None:
         )
 
     trainer = hf_distca.DistCADPOTrainer(
-        model=script_args.model_name_or_path,  # loaded with attn_implementation="distca"
+        model=script_args.model_name_or_path,  # gets planned attention
         args=training_args,
         train_dataset=pairs,
         peft_config=adapters,

@@ -100,7 +100,7 @@ def main() -> None:
         )
 
     trainer = hf_distca.DistCAGRPOTrainer(
-        model=script_args.model_name_or_path,  # loaded with attn_implementation="distca"
+        model=script_args.model_name_or_path,  # gets planned attention
         reward_funcs=reward,
         args=training_args,
         train_dataset=prompts,

@@ -105,7 +105,7 @@ def main() -> None:
         tokenizer.chat_template = CHAT_TEMPLATE
 
     trainer = hf_distca.DistCASFTTrainer(
-        model=script_args.model_name_or_path,  # loaded with attn_implementation="distca"
+        model=script_args.model_name_or_path,  # gets planned attention
         args=training_args,
         train_dataset=parts["train"],
         eval_dataset=parts["test"],

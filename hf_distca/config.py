@@ -1,20 +1,20 @@
 """All settings of hf_distca in one dataclass."""
 
 import os
+from argparse import SUPPRESS
 from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args
 
 from hf_distca.checks.refusal import RefusedError, raise_all
 from hf_distca.kernel_names import KERNEL_NAMES
+from hf_distca.planning_settings import PlanningOrNone, read_planning
 from hf_distca.server_settings import Servers, read_servers
 from hf_distca.units import (
     AUTO,
-    Bytes,
     BytesOrAuto,
     RowsOrAuto,
     Switch,
     TokensOrAuto,
-    Tolerance,
     read_values,
     setting,
     unusable_values,
@@ -26,7 +26,6 @@ ZERO = {
     "loss_chunk_bytes": "all logits at once",
     "mlp_chunk_rows": "all rows at once",
     "trace_steps": "no trace",
-    "balance_tolerance": "whole rows",
 }
 """Meaning of 0 for the settings that may be 0; all other numbers must be positive."""
 
@@ -68,17 +67,6 @@ class DistCAConfig:
         "documents in order and moves only core attention.",
         choices=DOCUMENT_LAYOUTS,
     )
-    balance_tolerance: Tolerance = setting(
-        AUTO,
-        "How far the core attention of a rank may exceed the mean, as a fraction of the mean. A "
-        "larger value moves fewer bytes; a smaller value balances better and takes longer to "
-        "plan. 0 balances to whole rows. 'auto' lets the planner choose for every micro-batch by "
-        "the predicted time.",
-    )
-    balance_block_size: int = setting(
-        128,
-        "Documents are cut at multiples of this many rows, the block size of attention kernels.",
-    )
     attention_kernel: str = setting(
         "auto",
         "Kernel that computes core attention. 'auto' is the fastest installed kernel that supports "
@@ -86,27 +74,13 @@ class DistCAConfig:
         "they are made for, else 'torch_varlen' or 'flash_attn'.",
         choices=KERNEL_NAMES,
     )
-    ping_pong: Switch = setting(
-        AUTO,
-        "Divide every micro-batch into two nano-batches, so that one computes while the rows of "
-        "the other travel. It applies with more than one rank or with dedicated attention "
-        "servers. 'auto' lets the planner choose for every micro-batch.",
-    )
-    exchange_buffer_bytes: Bytes = setting(
-        256 * 2**20,
-        "Size of an exchange buffer for K and V rows, such as 128MiB. A larger exchange is divided "
-        "into stages of one buffer; each stage travels while the stage before it is computed. "
-        "Chosen plans may have fewer stages if all rows fit into the buffers that a rank has. K, "
-        "V and their gradients take at most six times this memory, ten times where rows are "
-        "forwarded inside nodes, and twice as much with ping-pong.",
-    )
     offload_activations: Switch = setting(
         AUTO,
-        "Under gradient checkpointing, a layer's checkpoint goes to host memory while the next "
-        "layer computes. It comes back before the layer's backward pass. At most two of the moved "
-        "checkpoints are on the device at a time. True moves all checkpoints except the last two. "
-        "'auto' moves as many as do not fit into a GPU, by the memory that a trainer counts before "
-        "training; it moves none on CPUs and in custom loops.",
+        "Under gradient checkpointing, a layer's activation checkpoint goes to host memory while "
+        "the next layer computes. It comes back before the layer's backward pass. At most two of "
+        "the moved activation checkpoints are on the device at a time. True moves those of all "
+        "layers except the last two. 'auto' moves as many as do not fit into a GPU, by the memory "
+        "that a trainer counts before training; it moves none on CPUs and in custom loops.",
     )
     loss_chunk_bytes: BytesOrAuto = setting(
         AUTO,
@@ -128,18 +102,18 @@ class DistCAConfig:
         "computes all rows at once; 4096 to 16384 keep a GPU busy. Experts are not changed. "
         "Gradients of weights are summed chunk by chunk, which rounds them more often: 'auto' "
         "takes 8192 rows where training would not fit into a GPU otherwise, by the memory that a "
-        "trainer counts before training, with checkpoints on the host. 'auto' takes all rows at "
-        "once on CPUs and in custom loops.",
+        "trainer counts before training, with activation checkpoints on the host. 'auto' takes all "
+        "rows at once on CPUs and in custom loops.",
     )
     share_prefixes: bool = setting(
         True,
-        "Compute equal beginnings of sequences once, if they have 128 tokens or more. The prompt "
-        "of several completions is such a beginning. So is the history that documents of an "
-        "agent's session repeat. Documents that share rows come together in a micro-batch. Where "
-        "sharing would change results, each sequence is computed alone, and the reason is logged "
-        "once. The reasons are dropout, hybrid models, and rotary embeddings that depend on a "
-        "document's length. Packed documents of streams, evaluations and predictions are always "
-        "computed alone.",
+        "Prefix sharing: compute an equal prefix of several sequences once, if it has 128 tokens "
+        "or more. The prompt of several completions is such a prefix. So is the history that "
+        "documents of an agent's session repeat. Documents that share a prefix come together in a "
+        "micro-batch. Where prefix sharing would change results, no prefixes are shared, and the "
+        "reason is logged once. The reasons are dropout, hybrid models, and rotary embeddings that "
+        "depend on a document's length. Packed documents of streams, evaluations and predictions "
+        "never share prefixes.",
     )
     ranks_per_node: str = setting(
         AUTO,
@@ -174,6 +148,8 @@ class DistCAConfig:
         "serve` join and leave at any time. A dictionary, as JSON on a command line, sets more: "
         "count (the number or 'external'), ranks_serve, address, token_file, timeout, transport.",
     )
+    planning: PlanningOrNone = setting(None, SUPPRESS)
+    """Expert settings of plans, see `Planning`; no help shows them."""
 
     @property
     def default_tokens_per_rank(self) -> int:
@@ -185,7 +161,7 @@ class DistCAConfig:
 
     def _refused(self) -> list[RefusedError]:
         """Read the values of all settings, and return the errors of those that cannot be used."""
-        unread = read_values(self, read_servers)
+        unread = read_values(self, read_servers, read_planning)
         tokens: int | str = self.tokens_per_rank
         if tokens == AUTO:
             self.tokens_per_rank = self.default_tokens_per_rank
@@ -212,9 +188,15 @@ class DistCAConfig:
     def of_all_ranks(self) -> dict[str, Any]:
         """Return the settings that every rank needs alike, by name."""
         settings = {setting.name: getattr(self, setting.name) for setting in fields(DistCAConfig)}
-        return {**settings, "attention_servers": self.attention_servers.of_all_ranks()}
+        return {
+            **settings,
+            "attention_servers": self.attention_servers.of_all_ranks(),
+            "planning": self.planning.plain(),
+        }
 
-    def planning(self, ranks: int, ranks_per_node: int | tuple[int, ...] = 1) -> dict[str, Any]:
+    def plan_settings(
+        self, ranks: int, ranks_per_node: int | tuple[int, ...] = 1
+    ) -> dict[str, Any]:
         """Return the settings on which plans depend, by their names in PlanSettings.
 
         Ping-pong is off on one rank without remote workers, because nothing is exchanged.
@@ -231,10 +213,8 @@ class DistCAConfig:
             "ranks": ranks,
             "tokens_per_rank": self.tokens_per_rank,
             "document_layout": self.document_layout,
-            "balance_tolerance": self.balance_tolerance,
-            "balance_block_size": self.balance_block_size,
-            "exchange_buffer_bytes": self.exchange_buffer_bytes,
-            "ping_pong": self.ping_pong if ranks > 1 or self.remote_workers else False,
+            **vars(self.planning),
+            **({} if ranks > 1 or self.remote_workers else {"ping_pong": False}),
             "ranks_per_node": ranks_per_node,
         }
 

@@ -31,8 +31,8 @@ class RunSpec:
         model: Shape of the model.
         profile: Costs of the device and its links; None if no seconds are predicted.
         tensor_parallel: GPUs that share each layer and count as one rank.
-        checkpointing: transformers' `activation_checkpointing_kwargs`; None without checkpoints of
-            layers. Checkpoints keep the results of core attention.
+        checkpointing: transformers' `activation_checkpointing_kwargs`; None without activation
+            checkpointing, which keeps the results of core attention.
         strategy: How ranks share the model's state.
         shards: Shards of the state under ZeRO and FSDP; None for one per rank.
         mixed: Whether computation is in bfloat16, else in float32. Under DDP bfloat16 is autocast.
@@ -42,7 +42,7 @@ class RunSpec:
         mlp_chunk_rows: Rows that MLPs compute at a time; 0 for all.
         loss_chunk_bytes: Most bytes of a chunk's logits in float32; 0 for all logits at once.
             "auto" depends on `device_memory`.
-        offload: Whether what checkpoints of layers keep goes to the host.
+        offload: Whether activation checkpoints go to the host.
         device_memory: Bytes of the smallest GPU; None on CPUs.
         forward_only: No backward follows, as where log-probabilities of a reference are computed.
     """
@@ -85,7 +85,7 @@ class RunSpec:
         """
         plans = PlanSettings(
             **{
-                **config.planning(ranks, ranks_per_node),
+                **config.plan_settings(ranks, ranks_per_node),
                 "kinds": tuple(on_a_gpu(kind, tensor_parallel) for kind in model.layers),
                 **(planning or {}),
             }

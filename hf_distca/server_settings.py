@@ -1,13 +1,20 @@
 """Settings of dedicated attention servers: the members of `DistCAConfig.attention_servers`."""
 
-import json
 import os
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final, Literal
 
-from hf_distca.checks.refusal import RefusedError, raise_all
-from hf_distca.units import AUTO, UnitError, read_whole_number, setting, unusable_values
+from hf_distca.units import (
+    AUTO,
+    UnitError,
+    changed_members,
+    group_of,
+    members_given,
+    raise_first,
+    read_whole_number,
+    setting,
+    unusable_values,
+)
 
 EXTERNAL: Final = "external"
 """Value of `count` for servers that are started separately."""
@@ -65,7 +72,7 @@ class AttentionServers:
         object.__setattr__(self, "count", _read_count(self.count))
         if isinstance(self.token_file, os.PathLike):
             object.__setattr__(self, "token_file", os.fspath(self.token_file))
-        raise_all(unusable_values(self, AttentionServers, {"count": "all processes train"}))
+        raise_first(unusable_values(self, AttentionServers, {"count": "all processes train"}))
 
     @property
     def in_launch(self) -> int:
@@ -78,13 +85,11 @@ class AttentionServers:
 
     def plain(self) -> int | str | dict[str, Any]:
         """Return the shortest value that is read as these settings, for JSON and YAML."""
-        default = asdict(DEFAULT)
-        changed = {name: value for name, value in asdict(self).items() if value != default[name]}
+        changed = changed_members(self)
         return {"count": self.count, **changed} if changed.keys() - {"count"} else self.count
 
 
 DEFAULT = AttentionServers()
-MEMBERS = tuple(field.name for field in fields(AttentionServers))
 
 
 def read_servers(value: Any) -> AttentionServers:
@@ -95,28 +100,18 @@ def read_servers(value: Any) -> AttentionServers:
     """
     if isinstance(value, AttentionServers):
         return value
-    members = value
-    if isinstance(value, str) and value.lstrip().startswith("{"):
-        try:
-            members = json.loads(value)
-        except ValueError as error:
-            raise UnitError(f"begins with a brace but is no JSON ({error}): {value!r}") from None
-    if not isinstance(members, Mapping):
-        return AttentionServers(members)
-    unknown = [name for name in members if name not in MEMBERS]
-    if unknown:
-        raise UnitError(f"has no member {unknown[0]!r}; the members are {', '.join(MEMBERS)}")
+    members = members_given(value)
+    if members is None:
+        return AttentionServers(value)
+    servers = group_of(members, AttentionServers)
     if "count" not in members:
         raise UnitError(f"lacks the member 'count', {A_COUNT}; got {value!r}")
-    try:
-        return AttentionServers(**members)
-    except UnitError:  # of the count, which may stand alone
-        raise
-    except RefusedError as error:
-        raise UnitError(f"member {error}") from None
+    return servers
 
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from hf_distca.units import Read
 
     Servers = Read[AttentionServers, AttentionServers | int | str | Mapping[str, Any]]

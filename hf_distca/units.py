@@ -1,11 +1,13 @@
 """Read and check values of settings, and write numbers with their nouns, as people write them.
 
-Values are tokens such as "32k", bytes such as "128MiB", and on, off or "auto".
+Values are tokens such as "32k", bytes such as "128MiB", and on, off or "auto". A group of settings
+is a frozen dataclass that is read from a dictionary or JSON.
 """
 
+import json
 import re
 from argparse import ArgumentTypeError
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import Field, field, fields
 from decimal import Decimal
 from math import inf, isfinite
@@ -18,6 +20,8 @@ TOKENS = {"": 1, "k": 2**10, "m": 2**20}
 """Suffixes of token numbers: 32k is 32,768 tokens, as in names of models."""
 SWITCHED = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
 """Forms of on and off, in lower case."""
+Group = TypeVar("Group")
+"""Class of a group of settings."""
 BYTES = {"": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "kb": 10**3, "mb": 10**6, "gb": 10**9}
 AUTO: Final = "auto"
 """Value that lets the library choose."""
@@ -29,7 +33,7 @@ def counted(count: int, noun: str, plural: str = "") -> str:
 
 
 class UnitError(ArgumentTypeError, RefusedError):
-    """Error of a value that cannot be read; argparse shows the message."""
+    """Error of a value that cannot be read, without the setting's name, which argparse adds."""
 
 
 def setting(default: Any, help: str, **metadata: Any) -> Any:
@@ -50,9 +54,10 @@ def read_values(settings: Any, *readers: Callable[[Any], Any]) -> dict[str, Refu
         if setting.type in (*_READERS, *readers):
             try:
                 read_value: Any = setting.type
-                setattr(settings, setting.name, read_value(getattr(settings, setting.name)))
+                value = read_value(getattr(settings, setting.name))
+                object.__setattr__(settings, setting.name, value)  # groups are frozen
             except UnitError as error:
-                errors[setting.name] = UnitError(f"{setting.name} {error}")
+                errors[setting.name] = RefusedError(f"{setting.name} {error}")
     return errors
 
 
@@ -97,6 +102,53 @@ def _expected(setting: Field[Any], value: Any, zero: Mapping[str, str]) -> str |
     elif is_number and (value < 0 or (value == 0 and name not in zero)):
         expected = f"0 ({zero[name]}) or more" if name in zero else "positive"
     return expected
+
+
+def members_given(value: Any) -> Mapping[str, Any] | None:
+    """Return the members of a group of settings, from a dictionary or JSON; None for other values.
+
+    Raises:
+        UnitError: a text begins like JSON and is not JSON.
+    """
+    if isinstance(value, str) and value.lstrip().startswith("{"):
+        try:
+            value = json.loads(value)
+        except ValueError as error:
+            raise UnitError(f"begins with a brace but is no JSON ({error}): {value!r}") from None
+    return value if isinstance(value, Mapping) else None
+
+
+def group_of(members: Mapping[str, Any], kind: Callable[..., Group]) -> Group:
+    """Return a group of settings from its members.
+
+    Args:
+        kind: the dataclass. Its UnitErrors are of members that need no name.
+
+    Raises:
+        UnitError: there is no such member, or a value cannot be used.
+    """
+    names = [member.name for member in fields(kind)]  # type: ignore[arg-type]
+    unknown = [name for name in members if name not in names]
+    if unknown:
+        raise UnitError(f"has no member {unknown[0]!r}; the members are {', '.join(names)}")
+    try:
+        return kind(**members)
+    except UnitError:
+        raise
+    except RefusedError as error:
+        raise UnitError(f"member {error}") from None
+
+
+def changed_members(group: Any) -> dict[str, Any]:
+    """Return the members of a group of settings that differ from the defaults."""
+    default = type(group)()
+    return {name: value for name, value in vars(group).items() if value != getattr(default, name)}
+
+
+def raise_first(errors: Sequence[RefusedError]) -> None:
+    """Raise the first error, if there is one: the sentence on a group has one reason."""
+    if errors:
+        raise errors[0]
 
 
 def read_tokens(value: Any) -> int:

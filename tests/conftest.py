@@ -49,7 +49,7 @@ def backward_thread(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Let a test fail where transformers warns of an earlier name for checkpoints of layers."""
+    """Let a test fail where transformers warns of an earlier name of activation checkpointing."""
     config.addinivalue_line("filterwarnings", f"error:{EARLIER_NAMES}:FutureWarning")
 
 

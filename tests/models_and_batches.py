@@ -3,8 +3,8 @@ compared with.
 """
 
 import re
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields, replace
 from typing import Any
 
 import peft
@@ -21,6 +21,7 @@ from hf_distca.models.loading import auto_class
 from hf_distca.models.mixing_modules import uncuttable
 from hf_distca.plan import AttentionKind, MicroBatchPlan, Plan
 from hf_distca.planner.settings import PlanSettings
+from hf_distca.planning_settings import Planning
 from hf_distca.predict.shapes import ModelShape
 from hf_distca.run import RunSpec
 
@@ -55,6 +56,14 @@ def exchanging(model: PreTrainedModel) -> dict[str, Any]:
     turns = bool(decoder_layers(model))
     layout = "whole" if uncuttable(model) else "fixed"
     return {"document_layout": layout, "balance_tolerance": 0.01, "ping_pong": turns}
+
+
+def with_planning(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings whose members of `planning`, named one by one, are in its dictionary."""
+    members = {member.name for member in fields(Planning)}
+    planning = {name: value for name, value in settings.items() if name in members}
+    others = {name: value for name, value in settings.items() if name not in members}
+    return {**others, "planning": planning} if planning else others
 
 
 def small_kinds(*windows: int | None, chunk: int | None = None) -> tuple[AttentionKind, ...]:

@@ -1,4 +1,4 @@
-"""Documents that begin alike, planned so that they share rows, and each document alone."""
+"""Documents with equal prefixes, planned with prefix sharing and computed without."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -12,14 +12,19 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from hf_distca.batches.limits import IGNORED_TARGET
-from hf_distca.collator import prefixes as of_documents
+from hf_distca.collator import dataset_prefixes
 from hf_distca.collator.collation import TARGET_ROWS, DistCACollator, RankDocuments
+from hf_distca.collator.dataset_prefixes import (
+    DatasetPrefixes,
+    block_hashes,
+    first_hashes,
+    repeated,
+)
 from hf_distca.collator.documents import ANY_COLUMNS
-from hf_distca.collator.prefixes import SharedBeginnings, block_hashes, first_hashes, repeated
 from hf_distca.collator.sampler import GlobalMicroBatch, fit_documents
 from hf_distca.dispatch.dispatcher import Dispatcher
 from hf_distca.plan import PLAN_KEY
-from hf_distca.planner import prefixes as of_sequences
+from hf_distca.planner import prefixes as planner_prefixes
 from tests.models_and_batches import Step, gradients_of
 
 BLOCK = 4
@@ -30,18 +35,18 @@ Document = dict[str, list[int]]
 
 @contextmanager
 def in_blocks_of(tokens: int) -> Iterator[None]:
-    """While inside, equal beginnings are found in blocks of so many tokens."""
+    """While inside, equal prefixes are found in blocks of so many tokens."""
     with (
-        patch.object(of_documents, "BLOCK", tokens),
-        patch.object(of_sequences, "BLOCK", tokens),
+        patch.object(dataset_prefixes, "BLOCK", tokens),
+        patch.object(planner_prefixes, "BLOCK", tokens),
     ):
         yield
 
 
-def begin_alike(lengths: Sequence[int]) -> list[Document]:
-    """Documents that branch off two beginnings; a fifth of the tokens has no label.
+def with_equal_prefixes(lengths: Sequence[int]) -> list[Document]:
+    """Documents that begin with a part of one of two texts; a fifth of the tokens has no label.
 
-    One document in four is a beginning itself, up to its length.
+    One document in four is such a part, and has no tokens of its own.
     """
     generator = torch.Generator().manual_seed(3)
 
@@ -49,11 +54,11 @@ def begin_alike(lengths: Sequence[int]) -> list[Document]:
         tokens: list[int] = torch.randint(3, 64, (count,), generator=generator).tolist()
         return tokens
 
-    beginnings = drawn(max(lengths)), drawn(max(lengths))
+    texts = drawn(max(lengths)), drawn(max(lengths))
     documents = []
     for number, length in enumerate(lengths):
         shared = length * (1 + number // 2 % 4) // 4
-        tokens = beginnings[number % 2][:shared] + drawn(length - shared)
+        tokens = texts[number % 2][:shared] + drawn(length - shared)
         labels = [
             IGNORED_TARGET if (row + number) % 5 == 0 else token for row, token in enumerate(tokens)
         ]
@@ -74,17 +79,17 @@ def shared_batch(documents: Sequence[Document], dispatcher: Dispatcher) -> dict[
     with in_blocks_of(BLOCK):
         likely = repeated(first_hashes(dataset, (0, 1)))
         hashes = block_hashes(dataset, likely, ANY_COLUMNS, "documents")
-        found = SharedBeginnings.of(lengths, likely, *hashes)
-        rows = RankDocuments(dataset, lengths, dispatcher.settings, rank, beginnings=found)
-        excerpts = fit_documents(lengths, int(lengths.max()), "error", "the longest")
-        planned = rows[GlobalMicroBatch(excerpts, groups=np.zeros(len(documents), np.int64))]
+        found = DatasetPrefixes.of(lengths, likely, *hashes)
+        rows = RankDocuments(dataset, lengths, dispatcher.settings, rank, prefixes=found)
+        spans = fit_documents(lengths, int(lengths.max()), "error", "the longest")
+        planned = rows[GlobalMicroBatch(spans, trees=np.zeros(len(documents), np.int64))]
     assert planned.plan.shared_rows > 0
     batch = dispatcher.prepare(DistCACollator(rank)([planned]))
     batch[PLAN_KEY].target_rows = batch.pop(TARGET_ROWS)
     return batch
 
 
-def step_alone(model: nn.Module, documents: Sequence[Document]) -> Step:
+def step_without_sharing(model: nn.Module, documents: Sequence[Document]) -> Step:
     """Loss over all targets and all gradients, document by document."""
     model.zero_grad()
     total = 0.0

@@ -487,10 +487,6 @@ def eval_of(rows: Callable[[], Any]) -> Callable[[Any], None]:
     return lambda folder: train(folder, eval_dataset=rows())
 
 
-def evaluate_by_name(folder: Any) -> None:
-    make_trainer(str(folder), given={"eval_dataset": {"own": TOKENS}}).evaluate("other")
-
-
 def classifier(auto: Any) -> Any:
     config = AutoConfig.for_model("llama", **SMALL)
     return auto.from_config(config, attn_implementation="distca")
@@ -557,14 +553,6 @@ GIVEN: Rows = [
         "evaluation data of strings",
         eval_of(lambda: ["a"]),
         f"document 0 of eval_dataset is of the type str, {A_ROW}",
-    ),
-    (
-        "the name of no evaluation data",
-        evaluate_by_name,
-        (
-            "eval_dataset is 'other', but the evaluation data sets of the trainer are named "
-            "'own'; give one of these names, or a data set"
-        ),
     ),
     # Tokenizers
     (
@@ -823,7 +811,8 @@ def test_transformers_says_that_a_model_without_a_head_has_no_loss(tmp_path):
 
 TOKENS_MESSAGE = "tokens_per_rank must be a number of tokens, such as 32768 or '32k', got …"
 BYTES_MESSAGE = (
-    "exchange_buffer_bytes must be a number of bytes, such as 134217728 or '128MiB', got …"
+    "planning member exchange_buffer_bytes must be a number of bytes, such as 134217728 or "
+    "'128MiB', got …"
 )
 NODES_MESSAGE = (
     "ranks_per_node must be one number of ranks, a number for each node such as '8,8,4', or "
@@ -837,7 +826,10 @@ SETTINGS: dict[str, tuple[Any, ...]] = {
     TOKENS_MESSAGE: ("", "k", "32q", "32kB", "0.3k", "1e4", 8192.0, True, None, [8192]),
     "tokens_per_rank must be positive, got 0": (0,),
     "tokens_per_rank must be positive, got -1024": ("-1k", -1024),
-    BYTES_MESSAGE: ("", "128M", "128k", "MiB", "0.1KiB", 1.5, None),
+    BYTES_MESSAGE: tuple(
+        {"exchange_buffer_bytes": given}
+        for given in ("", "128M", "128k", "MiB", "0.1KiB", 1.5, None)
+    ),
     "loss_chunk_bytes must be a number of bytes, such as 134217728 or '128MiB', or 'auto', got …": (
         "128M",
         "all",
@@ -863,8 +855,10 @@ SETTINGS: dict[str, tuple[Any, ...]] = {
     ),
     SERVERS_MESSAGE: ("many", 1.0, True, None, "1k", [2], {"count": "many"}, '{"count": null}'),
     "attention_servers must be 0 (all processes train) or more, got …": (-1, "-1", {"count": -1}),
-    "balance_block_size must be positive, got 0": (0,),
-    "balance_block_size must be a whole number, got …": (128.5, "128", None, True),
+    "planning member balance_block_size must be positive, got 0": ('{"balance_block_size": 0}',),
+    "planning member balance_block_size must be a whole number, got …": tuple(
+        {"balance_block_size": given} for given in (128.5, "128", None, True)
+    ),
     "mlp_chunk_rows must be a number of rows or 'auto', got …": (1.5, None, "16k", "many"),
     "exchange_timeout must be a finite number, got …": ("60", None, True, inf, nan),
     "share_prefixes must be true or false, got …": ("no", "false", None, 1),
@@ -899,8 +893,19 @@ SETTINGS: dict[str, tuple[Any, ...]] = {
         {"count": 1, "transport": "rdma"},
         {"count": 1, "transport": None},
     ),
-    "ping_pong must be true, false or 'auto', got …": ("sometimes", 2),
-    "balance_tolerance must be 0 or more (0.05 is 5 %), or 'auto', got …": (-0.1, "inf", None),
+    'planning must be a dictionary, as JSON on a command line, such as {"ping_pong": false}, got '
+    "…": (False, 128, "auto", [{"ping_pong": False}]),
+    "planning begins with a brace but is no JSON (…): …": ("{'ping_pong': false}",),
+    "planning has no member 'pingpong'; the members are balance_tolerance, balance_block_size, "
+    "exchange_buffer_bytes, ping_pong": ({"pingpong": True}, '{"pingpong": true}'),
+    "planning member ping_pong must be true, false or 'auto', got …": (
+        {"ping_pong": "sometimes"},
+        {"ping_pong": 2},
+        {"ping_pong": 2, "balance_block_size": 0},
+    ),
+    "planning member balance_tolerance must be 0 or more (0.05 is 5 %), or 'auto', got …": tuple(
+        {"balance_tolerance": given} for given in (-0.1, "inf", None)
+    ),
 }
 
 
@@ -1177,7 +1182,7 @@ def _resumed_with_damaged_costs(folder: Path) -> list[str]:
     records: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("hf_distca.trainer.costs")
+    logger = logging.getLogger("hf_distca.profiling.costs")
     logger.addHandler(handler)
     options = {"document_layout": "auto", "balance_tolerance": "auto", "ping_pong": "auto"}
     make_trainer(str(folder), max_steps=1, save_steps=1, **options).train()

@@ -78,7 +78,9 @@ def dispatcher_of(
     """
     # Cuts fall on multiples of a kernel's block, or less where documents are tiny.
     block = 128 if max(setting.lengths) > 1024 else 8
-    config = DistCAConfig(tokens_per_rank=2 * sum(setting.lengths), balance_block_size=block)
+    config = DistCAConfig(
+        tokens_per_rank=2 * sum(setting.lengths), planning={"balance_block_size": block}
+    )
     settings = describe_run(
         model, config, ranks=ranks, device=setting.device, dtype=setting.dtype
     ).plans

@@ -1,4 +1,4 @@
-"""Sequences that begin alike: groups of GRPO, pairs of DPO, and sessions of agents."""
+"""Sequences with equal prefixes: groups of GRPO, pairs of DPO, and sessions of agents."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

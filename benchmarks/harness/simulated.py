@@ -16,7 +16,7 @@ def simulated_run(
     profile: DeviceProfile | None = None,
     **facts: Any,
 ) -> RunSpec:
-    """A training with hf_distca's defaults and checkpoints of layers, on H100 without a profile;
+    """A training with hf_distca's defaults and activation checkpointing, on H100 without a profile;
     `facts` as of `RunSpec.of`.
     """
     return RunSpec.of(

@@ -154,8 +154,6 @@ class ImageModel:
 
     Attributes:
         linear, quadratic: work of the encoder for a patch, and for a pair of patches.
-        always_encodes: whether ranks encode fillers in micro-batches without images. ZeRO-3 would
-            repeat the last gradient of an encoder that gets none.
     """
 
     modalities: tuple[Modality, ...]
@@ -163,7 +161,6 @@ class ImageModel:
     positions_of: type[nn.Module] | None  # class with `get_rope_index`; None: rows are counted
     linear: float
     quadratic: float
-    always_encodes: bool = False
 
     @property
     def fields(self) -> frozenset[str]:

@@ -75,7 +75,7 @@ ARGUMENTS: tuple[Rule, ...] = (
         "attn_implementation='distca'",
     ),
     Rule(
-        f"{CHECKPOINTING}_kwargs={{{{'offload': True}}}} copies checkpoints of layers to the host",
+        f"{CHECKPOINTING}_kwargs={{{{'offload': True}}}} copies activation checkpoints to the host",
         "every layer would wait for its copies",
         "leave 'offload' out and set offload_activations=True, which copies while layers compute",
         lambda args: bool(_options(getattr(args, f"{CHECKPOINTING}_kwargs")).get("offload")),

@@ -5,7 +5,7 @@
 
 from hf_distca.checks.refusal import Refusal
 
-CUT = "'truncate' keeps the first tokens of a long document, 'split' cuts it into excerpts"
+CUT = "'truncate' keeps the first tokens of a long document, 'split' cuts it into spans"
 FLATTEN = "use a padding-free collator such as transformers' DataCollatorWithFlattening"
 UNPACKED = "or train without hf_distca.pack_padded"
 NO_OTHER_MASK = "packed documents attend to themselves, causally, and need no other mask"
@@ -92,7 +92,7 @@ class Batch:
     HOLES = Refusal(
         "the mask of sequence {sequence} of a padded batch has {tokens} tokens from column {first} "
         "to column {last}",
-        "a sequence lies in one piece, with padding only before and after it",
+        "a sequence lies in consecutive columns, with padding only before and after it",
         f"remove the padding inside, {UNPACKED}",
         condition="a mask with holes in a padded batch",
     )

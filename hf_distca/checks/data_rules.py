@@ -52,12 +52,6 @@ class Data:
         "make a stream of it: datasets.IterableDataset.from_generator({given})",
         condition="a function that yields documents",
     )
-    NO_SUCH_NAME = Refusal(
-        "eval_dataset is {given!r}",
-        "the evaluation data sets of the trainer are named {names}",
-        "give one of these names, or a data set",
-        condition="a name that no evaluation data set has in `evaluate`",
-    )
     # Data sets of text
     CHATS = Refusal(
         "{name} has {columns} and no 'input_ids'",
@@ -142,6 +136,17 @@ class Data:
         "make input_ids and pixels by one call of the model's processor, and do not truncate "
         "input_ids",
         condition="placeholders of images that do not fit the images of the document",
+    )
+    NOT_PROCESSED = Refusal(
+        "document {index} of {name} cannot be read or processed ({why})",
+        "its text and its images make one document",
+        "mend it or leave it out; {name}[{index}] reads it alone",
+        condition="a picture that is missing or broken, or that the processor refuses",
+    )
+    STREAM_OF_IMAGES = Refusal(
+        "{name} is a stream of documents with images",
+        "plans need the images of a whole micro-batch, and a rank reads its own part of a stream",
+        "load the data set without streaming=True",
     )
     CUT_IMAGES = Refusal(
         "{name} has images and {length} tokens, more than {limit} ({capacity})",

@@ -175,7 +175,10 @@ TRAINER: tuple[Rule, ...] = (
         "a reentrant checkpoint passes no gradient back to them",
         f"set {CHECKPOINTING}_kwargs={{{{'use_reentrant': False}}}}",
         lambda facts: facts.reentrant and facts.reads_earlier_keys is not None,
-        condition="reentrant checkpoints of layers that share keys and values (Gemma 3n, Gemma 4)",
+        condition=(
+            "reentrant activation checkpoints of layers that share keys and values (Gemma 3n, "
+            "Gemma 4)"
+        ),
     ),
     Rule(
         "ddp_find_unused_parameters=False is set",

@@ -52,13 +52,6 @@ class Models:
         "a plan reaches attention only there",
         lambda facts: not facts.attentions,
     )
-    OTHER_ATTENTION = Rule(
-        "{0.model} runs attn_implementation={0.implementation!r}",
-        "plans do not reach that attention",
-        f"load it with {DISTCA} or call model.set_attn_implementation('distca')",
-        lambda facts: not facts.is_planned,
-        condition="another `attn_implementation` than `'distca'`",
-    )
     OWN_MASK = _stock(
         "layers that compute a mask of their own (Doge)",
         "the layers of {0.model} compute a custom mask from the values and add it to the causal "
@@ -205,15 +198,15 @@ class Models:
     CHECKPOINT_INSIDE = Refusal(
         "{module} runs in a gradient checkpoint that begins inside its decoder layer",
         "recomputation would lack the layer's plan and mix documents",
-        f"put checkpoints around whole layers, as model.{CHECKPOINTING}_enable() does",
-        condition="checkpoints that begin inside a decoder layer with such a module",
+        f"put activation checkpoints around whole layers, as model.{CHECKPOINTING}_enable() does",
+        condition="activation checkpoints that begin inside a decoder layer with such a module",
     )
     NO_LAYERS = Rule(
         "{0.model} has no decoder layer based on transformers' GradientCheckpointingLayer",
         "ping-pong needs such layers",
-        "set ping_pong=False",
+        "set planning={{'ping_pong': False}}",
         lambda facts: facts.asks_for_ping_pong and not facts.has_layers,
-        condition="`ping_pong=True` without decoder layers of transformers' kind",
+        condition="`planning={'ping_pong': True}` without decoder layers of transformers' kind",
     )
 
 
@@ -278,7 +271,6 @@ STRUCTURE: tuple[Rule, ...] = (
 )
 """Rules of a model that no setting makes trainable. The first one is reason enough."""
 SETTINGS: tuple[Rule, ...] = (
-    Models.OTHER_ATTENTION,
     Models.DROPOUT_IN_CONFIG,
     Models.DROPOUT_IN_LAYER,
     Models.MEAN_OF_ROWS,

@@ -30,11 +30,12 @@ class Run:
     )
     NO_CHECKPOINTS = Refusal(
         "offload_activations=True is set without gradient checkpointing",
-        "only what checkpoints of layers keep goes to the host",
+        "only activation checkpoints go to the host",
         f"set {CHECKPOINTING}=True",
     )
     HOST_MEMORY = Refusal(
-        "checkpoints of {layers} layers take {needed} GB on the host {host} (ranks there: {ranks})",
+        "activation checkpoints of {layers} layers take {needed} GB on the host {host} (ranks "
+        "there: {ranks})",
         "{available} GB can be used, {fraction} of what is available",
         "lower tokens_per_rank, train on more hosts, or set offload_activations='auto', which "
         "moves as many layers as fit",
@@ -85,7 +86,7 @@ class Run:
     )
     LOST_TARGETS = Refusal(
         "{model} computed a loss from other rows than its decoder returned",
-        "documents that begin alike share rows, and a row comes once for each of its targets",
+        "documents with an equal prefix share rows, and a row comes once for each of its targets",
         "set share_prefixes=False",
     )
     NO_TARGETS = Refusal(

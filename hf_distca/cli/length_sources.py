@@ -39,6 +39,8 @@ SOURCES = f"""\
 - {LOGNORMAL}, such as lognormal:4000,1.5
 """
 EXPECTED = "expected a JSON list of document lengths, or a list of such lists, one per rank"
+SEED = 0
+"""Seed for drawing documents: a command draws the same ones every time."""
 TEXTS_AT_ONCE = 100
 """Enough for all cores, and few enough for a bar that moves."""
 LENGTHS, TEXTS = ("length", "input_ids"), ("text", "messages")
@@ -72,7 +74,7 @@ def drawn_micro_batches(options: argparse.Namespace, tokens: int) -> Iterator[In
     comes alone, with its own length.
     """
     first = np.array([tokens // 2]) if options.lengths == LONG_AND_SHORT else None
-    return micro_batches(_draw_of(options), tokens, options.seed, first, cut=False)
+    return micro_batches(_draw_of(options), tokens, SEED, first, cut=False)
 
 
 def drawn_padded_batches(
@@ -80,8 +82,8 @@ def drawn_padded_batches(
 ) -> list[DrawnBatch]:
     """Return `count` batches of so many sequences on each rank, drawn from the source."""
     if options.lengths == AGENTS_TREE:
-        return list(islice(turns_of_ranks(options.seed, ranks, sequences), count))
-    random = np.random.default_rng(options.seed)
+        return list(islice(turns_of_ranks(SEED, ranks, sequences), count))
+    random = np.random.default_rng(SEED)
     draw = _draw_of(options)
     drawn = np.maximum(draw(random, count * ranks * sequences), 1)
     batches = drawn.reshape(count, ranks, sequences)

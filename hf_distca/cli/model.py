@@ -33,7 +33,7 @@ class Case(NamedTuple):
 
     shown: str  # in a table
     checkpointing: dict[str, Any] | None  # transformers' keyword arguments; None without
-    offload: bool  # what checkpoints keep is on the host
+    offload: bool  # whether activation checkpoints are on the host
 
 
 CASES = {
@@ -132,24 +132,30 @@ def memory_of(
     plan: MicroBatchPlan,
     run: RunSpec,
     options: argparse.Namespace,
+    *,
+    offload: bool,
 ) -> dict[str, Any]:
     """Return bytes on a rank by strategy and checkpointing, and the longest rows that fit.
 
     The strategies are those that the options ask for.
+
+    Args:
+        offload: count what checkpoints keep as host memory, beside checkpoints on the device.
     """
     device = MEMORY if options.device_memory is None else int(options.device_memory * GB)
-    run = replace(run, mixed=options.dtype != "float32", device_memory=device)
+    run = replace(run, device_memory=device)
     memory = MemoryCounter(model, by_config=True)
     figures: dict[str, Any] = {}
-    counted_cases = list(CASES)[1:] if options.offload else list(CASES)[:-1]
+    counted_cases = list(CASES)[1:] if offload else list(CASES)[:-1]
     strategies = STRATEGIES if options.strategy is None else (options.strategy,)
     cases = list(product(strategies, counted_cases))
     for strategy, name in terminal_bar(cases, "Counting memory"):
-        _, checkpointing, offload = CASES[name]
-        counted_run = replace(run, strategy=strategy, checkpointing=checkpointing, offload=offload)
+        _, checkpointing, offloaded = CASES[name]
+        case_run = replace(run, checkpointing=checkpointing, offload=offloaded)
+        counted_run = replace(case_run, strategy=strategy)
         counted = memory.count(plan, counted_run)
         case: dict[str, Any] = {"parts": counted.parts, "total": counted.total}
-        if offload:
+        if offloaded:
             case["host"] = counted.host
         if options.device_memory is not None:
             case["longest_tokens_per_rank"] = memory.longest(device, counted_run, counted)

@@ -1,4 +1,4 @@
-"""Host memory, copies and the predicted step where checkpoints of layers are offloaded."""
+"""Host memory, copies and the predicted step where activation checkpoints are offloaded."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -10,7 +10,6 @@ from hf_distca.cli.options import GB
 from hf_distca.models.checkpointing import offloaded_layers
 from hf_distca.models.decoder import decoder_layers
 from hf_distca.plan import MicroBatchPlan
-from hf_distca.predict.device_profile import DeviceProfile
 from hf_distca.predict.walk import predict_plan
 from hf_distca.run import RunSpec
 from hf_distca.units import counted
@@ -23,21 +22,18 @@ def offload_of(
     model: PreTrainedModel,
     plan: MicroBatchPlan,
     run: RunSpec,
-    profile: str,
     memory: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """Return the memory and seconds of a step with offloaded checkpoints.
+    """Return the memory and seconds of a step with offloaded activation checkpoints.
 
     The figures are those of the strategy that takes the least memory of a device. A layer waits for
     its copy as far as the copy takes longer than the computation of a layer.
 
     Args:
-        profile: costs of the device, see `DeviceProfile.load`.
         memory: what `hf_distca.cli.model.memory_of` returns.
     """
     settings = run.plans
-    run = replace(run, profile=DeviceProfile.load(profile), checkpointing={})
-    costs = run.costs
+    costs = replace(run, checkpointing={}).costs
     strategy = min(memory, key=lambda name: memory[name]["with_offload"]["total"])
     host: int = memory[strategy]["with_offload"]["host"]
     nodes = settings.node_of_ranks
@@ -54,7 +50,7 @@ def offload_of(
     waits_s = layers * sum(max(copy_s - seconds, 0.0) for seconds in layer_s.values())
     return {
         "strategy": strategy,
-        "profile": profile,
+        "profile": run.device.name,
         "layers": layers,
         "host_bytes": host,
         "host_bytes_of_node": host * max(nodes.count(node) for node in nodes),
@@ -70,7 +66,7 @@ def offload_of(
 
 
 def offload_lines(figures: dict[str, Any]) -> Iterator[str]:
-    """Yield the lines of the table of a step with offloaded checkpoints, from `offload_of`."""
+    """Yield the lines of the table of offloaded activation checkpoints, from `offload_of`."""
     rows = {
         f"offloaded under {figures['strategy']}": (
             f"{counted(figures['layers'], 'layer')}, {figures['host_bytes'] / GB:.1f} GB of host "

@@ -16,15 +16,18 @@ from pathlib import Path
 from typing import Any
 
 from hf_distca.cli import InputError
+from hf_distca.cli.arguments_file import CONFIG_HELP, settings_in
+from hf_distca.cli.names import MODEL_SOURCES
 from hf_distca.config import DistCAConfig
 from hf_distca.plan.nodes import node_sizes
+from hf_distca.predict.device_profile import DeviceProfile
 from hf_distca.predict.shapes import ModelShape
 from hf_distca.run import RunSpec
-from hf_distca.units import Switch, read_tokens
+from hf_distca.units import AUTO, Switch, read_tokens
 
 MOST_RANKS = 4096
-"""Planning 4096 ranks of 32768 tokens takes 16 s on two busy cores; time grows with ranks squared.
-"""
+"""`hf-distca plan` takes 15 s of a core for 2048 ranks of 32768 tokens; time grows with ranks
+squared."""
 LEAST_STAGE = 128
 """Minimum number of K/V rows in a stage: shorter stages are too many to plan."""
 LONGEST_WAIT = 1e8
@@ -38,6 +41,8 @@ HEADS = {
 }
 """Options of a layer's heads, with the numbers of Llama-3-8B."""
 GB = 1e9
+DEFAULT_MODEL = "llama-8b"
+DEFAULT_PROFILE = "h100"
 READING_MODEL = "Reading the model"
 """Line that a terminal shows while a command reads a model."""
 
@@ -71,7 +76,6 @@ def number(
 POSITIVE = "a positive whole number"
 FROM_ZERO = "0 or a positive whole number"
 positive = number(POSITIVE)
-seed = number(FROM_ZERO, minimum=0)
 port = number(FROM_ZERO, minimum=0, maximum=65535)
 threads = number(POSITIVE, maximum=4096)
 ranks = number(POSITIVE, maximum=MOST_RANKS, why=": planning would not end in time")
@@ -105,13 +109,8 @@ def add_settings(parser: argparse.ArgumentParser, *names: str, **changes: Any) -
         parser.add_argument(f"--{name.replace('_', '-')}", **options)
 
 
-def add_planning_options(
-    parser: argparse.ArgumentParser, *settings: str, within: float | None, between: float | None
-) -> None:
-    """Add options of documents, ranks, nodes and output.
-
-    Bandwidths are in GB/s, None for the profile's.
-    """
+def add_planning_options(parser: argparse.ArgumentParser) -> None:
+    """Add options of documents, ranks, nodes, the model, its costs, and output."""
     add = parser.add_argument
     add(
         "--lengths",
@@ -132,7 +131,6 @@ def add_planning_options(
     )
     divided = "documents of a text file: the whole file, or its paragraphs (default: document)"
     add("--sample-by", choices=("document", "paragraph"), default="document", help=divided)
-    add("--seed", type=seed, default=0, help="seed for drawing documents (default: 0)")
     add(
         "--ranks",
         required=True,
@@ -140,22 +138,22 @@ def add_planning_options(
         metavar="N",
         help=f"number of ranks that train, at most {MOST_RANKS}",
     )
-    add_settings(parser, "tokens_per_rank", required=True, metavar="T", type=tokens)
-    add_settings(parser, *settings)
+    most_tokens = "most tokens that a rank holds in a micro-batch, such as 32k (default: "
+    add("--tokens-per-rank", type=tokens, metavar="T", help=f"{most_tokens}that of --config)")
     nodes = (
         "ranks that share a node: one number, or one for each node in the order of the ranks, such "
-        "as 8,8,4; 1 "
+        "as 8,8,4; 1 treats all links alike (default: 8, and the rest on the last node; or that of "
+        "--config)"
     )
-    nodes += "treats all links alike (default: 8, and the rest on the last node)"
     add("--ranks-per-node", metavar="K", help=nodes)
-    links = (
-        ("--node-bandwidth", within, "inside its node"),
-        ("--network-bandwidth", between, "between nodes"),
+    model_help = f"model: {MODEL_SOURCES} (default: {DEFAULT_MODEL})"
+    add("--model", default=DEFAULT_MODEL, metavar="CONFIG", help=model_help)
+    costs = (
+        "costs of the device and its links, by which plans are chosen: h100, h200, cpu, or a file "
+        "that hf-distca profile wrote (default: h100, or device_profile of --config)"
     )
-    for name, default, reach in links:
-        shown = "the profile's" if default is None else f"{default:g}"
-        help_text = f"bandwidth of a rank {reach}, in each direction (default: {shown})"
-        add(name, type=gigabytes, default=default, metavar="GB/S", help=help_text)
+    add("--profile", help=costs)
+    add("--config", metavar="FILE", help=CONFIG_HELP)
     add("--json", action="store_true", help="print one JSON object and nothing else")
     add(
         "--report",
@@ -164,12 +162,38 @@ def add_planning_options(
     )
 
 
-def config_of(options: argparse.Namespace) -> DistCAConfig:
-    """Return the settings from the given options, with defaults for all others."""
-    values = {
-        setting.name: getattr(options, setting.name, None) for setting in fields(DistCAConfig)
-    }
-    return DistCAConfig(**{name: value for name, value in values.items() if value is not None})
+def config_of(arguments: Mapping[str, Any], options: argparse.Namespace) -> DistCAConfig:
+    """Return the settings from options, and from the arguments of a file for all others.
+
+    Raises:
+        ValueError: a value cannot be used, or one is missing.
+    """
+    settings = settings_in(arguments)
+    for name in ("tokens_per_rank", "ranks_per_node"):
+        if getattr(options, name) is not None:
+            settings[name] = getattr(options, name)
+    if "tokens_per_rank" not in settings:
+        raise InputError("--tokens-per-rank is missing; give it, or --config with tokens_per_rank")
+    config = DistCAConfig(**settings)
+    try:
+        tokens(str(config.tokens_per_rank))
+    except argparse.ArgumentTypeError as error:
+        raise InputError(f"tokens_per_rank {error}") from error
+    if config.remote_workers:
+        raise InputError(
+            f"{options.config} sets attention_servers, but ranks alone are planned here; leave it "
+            "out, and predict servers with hf-distca simulate --servers"
+        )
+    return config
+
+
+def profile_of(config: DistCAConfig, options: argparse.Namespace) -> DeviceProfile:
+    """Return the costs of the device that options or settings name.
+
+    Raises:
+        ValueError: there is no such profile.
+    """
+    return DeviceProfile.load(options.profile or config.device_profile or DEFAULT_PROFILE)
 
 
 def nodes_of_ranks(config: DistCAConfig, ranks: int) -> tuple[int, ...]:
@@ -182,10 +206,15 @@ def nodes_of_ranks(config: DistCAConfig, ranks: int) -> tuple[int, ...]:
     hosts = [RANKS_PER_NODE] * full_hosts
     if remaining_ranks:
         hosts.append(remaining_ranks)
-    ranks_per_node = config.planning(ranks, tuple(hosts))["ranks_per_node"]
+    ranks_per_node = config.plan_settings(ranks, tuple(hosts))["ranks_per_node"]
     if isinstance(ranks_per_node, int):
         ranks_per_node = min(ranks_per_node, ranks)
     return node_sizes(ranks, ranks_per_node)
+
+
+def shown_nodes(config: DistCAConfig) -> str:
+    """Return the ranks of each node as a report shows them."""
+    return str(RANKS_PER_NODE) if config.ranks_per_node == AUTO else config.ranks_per_node
 
 
 def run_of(
@@ -203,9 +232,9 @@ def run_of(
     rows = settings.exchange_buffer_bytes // settings.row_bytes(settings.dominant_kind).kv
     if rows < LEAST_STAGE:
         raise InputError(
-            f"--exchange-buffer-bytes {settings.exchange_buffer_bytes} holds {rows} rows of K and "
-            f"V, but stages of fewer than {LEAST_STAGE} rows are too many to plan; raise "
-            "--exchange-buffer-bytes"
+            f"exchange_buffer_bytes={settings.exchange_buffer_bytes} holds {rows} rows of K and V, "
+            f"but stages of fewer than {LEAST_STAGE} rows are too many to plan; leave it out of "
+            "planning"
         )
     return run
 

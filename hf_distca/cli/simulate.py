@@ -8,28 +8,31 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from hf_distca.cli import InputError
+from hf_distca.cli.arguments_file import has_checkpoints, read_arguments
 from hf_distca.cli.length_sources import (
     AGENTS_TREE,
     SOURCES,
     drawn_micro_batches,
     drawn_padded_batches,
 )
-from hf_distca.cli.names import MODEL_SOURCES, check_model
+from hf_distca.cli.names import check_model
 from hf_distca.cli.options import (
     FROM_ZERO,
     GB,
     MOST_RANKS,
-    RANKS_PER_NODE,
     READING_MODEL,
     add_planning_options,
     batches,
     check_writable,
     config_of,
+    gigabytes,
     nodes_of_ranks,
     number,
     positive,
+    profile_of,
     run_of,
     sequences,
+    shown_nodes,
     wrapped,
     write,
 )
@@ -60,14 +63,14 @@ lines report the speed over TRL's packing, and over the best of the other strate
 {SOURCES} A step has one micro-batch on each rank. It leaves out gradient synchronisation and the
 optimizer, which are the same for all strategies. Where training would draw micro-batches whose
 documents fit into whole ranks, all strategies get these. Memory is counted as hf-distca plan
---model does, with the model's state divided as in FSDP2.
+--strategy fsdp2 does.
 """
 
 SHARED_IF_PADDED = (
-    "Here every sequence is computed alone. Padded batches share equal beginnings: --padded 8 "
+    "These figures are without prefix sharing. Padded batches share equal prefixes: --padded 8 "
     "compares them."
 )
-"""Advice where sequences begin alike and no padded batches are compared."""
+"""Advice where sequences have equal prefixes and no padded batches are compared."""
 MARK = " *"
 IN_TRANSFORMERS = "* transformers, accelerate or TRL run it on packed documents."
 """Mark of strategies in the table, and its meaning."""
@@ -78,20 +81,12 @@ SERVERS = number(FROM_ZERO, minimum=0, maximum=MOST_RANKS, why=": planning would
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of the subcommand."""
-    settings = ("balance_tolerance", "balance_block_size", "exchange_buffer_bytes", "ping_pong")
-    add_planning_options(parser, *settings, within=None, between=None)
+    add_planning_options(parser)
     add = parser.add_argument
-    add(
-        "--model",
-        default="llama-8b",
-        metavar="CONFIG",
-        help=f"model: {MODEL_SOURCES} (default: llama-8b)",
-    )
-    costs = (
-        "costs of the device: h100, h200, cpu, or a file that hf-distca profile wrote (default: "
-        "h100)"
-    )
-    add("--profile", default="h100", help=costs)
+    links = {"--node-bandwidth": "inside its node", "--network-bandwidth": "between nodes"}
+    for name, reach in links.items():
+        help_text = f"bandwidth of a rank {reach}, in each direction (default: the profile's)"
+        add(name, type=gigabytes, metavar="GB/S", help=help_text)
     add(
         "--tensor-parallel",
         type=positive,
@@ -101,15 +96,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     servers_help = "simulate M dedicated attention servers too (default: 0)"
     add("--servers", type=SERVERS, default=0, metavar="M", help=servers_help)
-    checkpointing_help = (
-        "gradient checkpointing: run layers again in the backward pass (default: on)"
-    )
-    add(
-        "--checkpointing",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help=checkpointing_help,
-    )
     padded = (
         "compare padded batches of B sequences a rank too, as in preference training (default: "
         "none)"
@@ -128,20 +114,23 @@ def run(options: argparse.Namespace) -> None:
     """Simulate and print; raise InputError if the options or files cannot be used."""
     began = time.perf_counter()
     check_writable(options.report)
-    if options.tokens_per_rank < 2:
-        raise InputError(
-            "--tokens-per-rank must be at least 2: memory is counted with full and with half rows"
-        )
     check_model(options.model)
     try:
         # 1. The model's shape. A model by name needs torch, so the lengths are read before it.
-        config, profile = config_of(options), _profile(options)
+        arguments = read_arguments(options.config)
+        config, checkpointing = config_of(arguments, options), has_checkpoints(arguments)
+        if config.tokens_per_rank < 2:
+            raise InputError(
+                "--tokens-per-rank must be at least 2: memory is counted with full and with half "
+                "rows"
+            )
+        profile = _with_bandwidths(profile_of(config, options), options)
         nodes_of_ranks(config, options.ranks)
         shape = MODELS.get(options.model)
         layout = config.document_layout
         if shape is not None:
             _check_heads(shape, options.tensor_parallel)
-        drawn = drawn_micro_batches(options, options.ranks * options.tokens_per_rank)
+        drawn = drawn_micro_batches(options, options.ranks * config.tokens_per_rank)
         if shape is None:
             shape, layout = _shape_and_layout(options.model, config)
             _check_heads(shape, options.tensor_parallel)
@@ -153,7 +142,7 @@ def run(options: argparse.Namespace) -> None:
             {"document_layout": layout, "bytes_per_value": profile.bytes_per_value},
             profile=profile,
             tensor_parallel=options.tensor_parallel,
-            checkpointing={} if options.checkpointing else None,
+            checkpointing={} if checkpointing else None,
             strategy="fsdp2",
             mixed=profile.bytes_per_value == 2,
         )
@@ -179,18 +168,13 @@ def run(options: argparse.Namespace) -> None:
     figures = _figures(options, result, padded, run)
     figures["simulated_in"] = round(time.perf_counter() - began, 3)
     if options.report:
-        shown = (
-            "lengths",
-            "model",
-            "tensor_parallel",
-            "checkpointing",
-            "batches",
-            "seed",
-            "servers",
-        )
-        figures["settings"] = _to_copy(options, result, run)
+        shown = ("lengths", "model", "tensor_parallel", "batches", "servers")
+        figures["settings"] = _to_copy(config, result, run)
         figures["setting"] = {name: getattr(options, name) for name in shown}
-        figures["setting"]["ranks_per_node"] = options.ranks_per_node or str(RANKS_PER_NODE)
+        figures["setting"] |= {
+            "checkpointing": checkpointing,
+            "ranks_per_node": shown_nodes(config),
+        }
         figures["profile_source"] = profile.source
         write(options.report, simulation_report(figures))
     print(json.dumps(figures) if options.json else _table(figures))
@@ -250,9 +234,8 @@ def _check_heads(model: ModelShape, tensor_parallel: int) -> None:
             )
 
 
-def _profile(options: argparse.Namespace) -> DeviceProfile:
-    """Return the device's costs, with the bandwidths that the options set."""
-    profile = DeviceProfile.load(options.profile)
+def _with_bandwidths(profile: DeviceProfile, options: argparse.Namespace) -> DeviceProfile:
+    """Return a profile with the bandwidths that the options set."""
     links, exchange = profile.links, profile.exchange
     for reach, rate in (("within", options.node_bandwidth), ("between", options.network_bandwidth)):
         if rate is not None:
@@ -263,21 +246,21 @@ def _profile(options: argparse.Namespace) -> DeviceProfile:
     return replace(profile, links=links, exchange=exchange)
 
 
-def _to_copy(options: argparse.Namespace, result: Simulation, run: RunSpec) -> dict[str, Any]:
+def _to_copy(config: DistCAConfig, result: Simulation, run: RunSpec) -> dict[str, Any]:
     """Return the simulated training's arguments that differ from the defaults."""
     from hf_distca.checks.setting_names import CHECKPOINTING
 
     default = vars(DistCAConfig())
-    changed = {
-        name: value for name, value in vars(config_of(options)).items() if value != default[name]
-    }
+    changed = {name: value for name, value in vars(config).items() if value != default[name]}
+    if "planning" in changed:
+        changed["planning"] = config.planning.plain()
     changed.pop("ranks_per_node", None)  # the launch gives the nodes
     best = next(strategy for strategy in result.strategies if strategy.name == result.best_planned)
     return {
-        "tokens_per_rank": options.tokens_per_rank,
+        "tokens_per_rank": config.tokens_per_rank,
         **({} if best.document_layout == AUTO else {"document_layout": best.document_layout}),
         **changed,
-        CHECKPOINTING: options.checkpointing,
+        CHECKPOINTING: run.checkpointing is not None,
         **{"bfloat16": {"bf16": True}, "float16": {"fp16": True}}.get(run.device.dtype, {}),
     }
 

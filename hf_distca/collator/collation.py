@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch.utils.data import Dataset
 
 from hf_distca.batches.limits import IGNORED_TARGET
+from hf_distca.collator.dataset_prefixes import DatasetPrefixes
 from hf_distca.collator.documents import (
     A_DATASET,
     ANY_COLUMNS,
@@ -20,12 +20,12 @@ from hf_distca.collator.documents import (
     token_document,
 )
 from hf_distca.collator.images import DocumentImages, encoded_inputs
-from hf_distca.collator.prefixes import SharedBeginnings
 from hf_distca.collator.sampler import GlobalMicroBatch
 from hf_distca.plan import PLAN_KEY, MicroBatchPlan
+from hf_distca.plan.arrays import IntArray, Table
 from hf_distca.plan.intervals import rounds_of
 from hf_distca.planner.images import plan_images
-from hf_distca.planner.prefixes import SharedPrefixes
+from hf_distca.planner.prefixes import SequencePaths
 from hf_distca.planner.sequences import NO_SEQUENCE, PlannedSequences, on_rank, plan_sequences
 from hf_distca.planner.settings import PlanSettings
 
@@ -40,15 +40,15 @@ in each of which a row comes once."""
 class PlannedDocuments:
     """A planned global micro-batch with the documents of which one rank holds rows.
 
-    The sequences of the micro-batch are its excerpts in order.
+    The sequences of the micro-batch are its spans, in order.
     """
 
     sequences: PlannedSequences
-    excerpts: NDArray[np.void]  # [excerpts] of dtype EXCERPT
+    spans: Table  # [spans] of dtype SPAN
     # Whole documents from `token_document`, by index in the data set.
-    documents: dict[int, NDArray[np.int64]]
+    documents: dict[int, IntArray]
     # [3, L] or [L] of whole documents by index; empty if positions are numbers of rows.
-    positions: dict[int, NDArray[np.int64]] = field(default_factory=dict)
+    positions: dict[int, IntArray] = field(default_factory=dict)
     encoded: dict[str, torch.Tensor] = field(default_factory=dict)  # inputs of this rank's encoders
 
     @property
@@ -57,10 +57,10 @@ class PlannedDocuments:
         (plan,) = self.sequences.plans
         return plan
 
-    def rows(self, excerpt: int) -> NDArray[np.int64]:
-        """Return [2, rows] tokens and targets of an excerpt."""
-        index, *bounds = self.excerpts[excerpt].item()
-        return excerpt_rows(self.documents[index], *bounds)
+    def rows(self, span: int) -> IntArray:
+        """Return [2, rows] tokens and targets of a span."""
+        index, *bounds = self.spans[span].item()
+        return span_rows(self.documents[index], *bounds)
 
 
 @dataclass(eq=False)
@@ -72,12 +72,12 @@ class RankDocuments(Dataset[PlannedDocuments]):
     """
 
     dataset: Any  # gives examples by index, as `token_document` expects them
-    lengths: NDArray[np.int64]  # [documents], from `document_lengths`
+    lengths: IntArray  # [documents], from `document_lengths`
     settings: PlanSettings
     rank: int
     columns: Columns = ANY_COLUMNS
     name: str = A_DATASET  # in errors
-    beginnings: SharedBeginnings | None = None  # None: each document is computed alone
+    prefixes: DatasetPrefixes | None = None  # None: no prefix sharing
     images: DocumentImages | None = None  # of the data set; None if it has text alone
 
     def __post_init__(self) -> None:
@@ -99,40 +99,40 @@ class RankDocuments(Dataset[PlannedDocuments]):
 
     def __getitem__(self, micro_batch: GlobalMicroBatch) -> PlannedDocuments:
         # 1. Plan the micro-batch.
-        excerpts = micro_batch.excerpts
-        lengths = excerpts["stop"] - excerpts["start"]
+        spans = micro_batch.spans
+        lengths = spans["stop"] - spans["start"]
         settings = self.settings
         if micro_batch.costs is not None:
             settings = replace(settings, costs=micro_batch.costs)
-        trees = self._shared_prefixes(micro_batch) or SharedPrefixes.of_none(lengths)
-        sequences = plan_sequences(trees, lengths, settings)
+        paths = self._paths(micro_batch) or SequencePaths.unshared(lengths)
+        sequences = plan_sequences(paths, lengths, settings)
         images = None
         if self.images is not None:
-            images = self.images.of_documents(excerpts["document"])
+            images = self.images.of_documents(spans["document"])
             sequences = self._with_images(sequences, images)
         # 2. Read the documents of which this rank holds rows, or encodes images.
-        held = on_rank(sequences.held, self.rank)["sequence"]
-        used = held[held != NO_SEQUENCE]
+        used = on_rank(sequences.rank_rows, self.rank)["sequence"]
+        used = used[used != NO_SEQUENCE]
         if sequences.shared_rows:
-            used = np.append(used, on_rank(sequences.read, self.rank)["sequence"])
-        held_indices = np.unique(excerpts["document"][used]).tolist()
+            used = np.append(used, on_rank(sequences.sequence_tokens, self.rank)["sequence"])
+        used_indices = np.unique(spans["document"][used]).tolist()
         encoded = np.zeros(0, np.int64)
         if images is not None:
             encoded = images.encoded_by(sequences.plans[0].images or {}, self.rank)
-        indices = np.union1d(held_indices, excerpts["document"][encoded]).astype(int).tolist()
+        indices = np.union1d(used_indices, spans["document"][encoded]).astype(int).tolist()
         examples = self._read(indices)
-        documents: dict[int, NDArray[np.int64]] = {}
-        for index in held_indices:
+        documents: dict[int, IntArray] = {}
+        for index in used_indices:
             name = f"document {index} of {self.name}"
             document = token_document(examples[index], name, self.columns)
             check_planned_length(document, self.lengths[index], index, self.name)
             documents[index] = document
         if images is None:
-            return PlannedDocuments(sequences, excerpts, documents)
+            return PlannedDocuments(sequences, spans, documents)
         # 3. Positions of its rows, and inputs of its encoders.
         return PlannedDocuments(
             sequences,
-            excerpts,
+            spans,
             documents,
             {
                 index: images.model.positions(tokens, examples[index])
@@ -142,7 +142,7 @@ class RankDocuments(Dataset[PlannedDocuments]):
                 images,
                 sequences.plans[0].images or {},
                 self.rank,
-                {number: examples[excerpts["document"][number]] for number in encoded.tolist()},
+                {number: examples[spans["document"][number]] for number in encoded.tolist()},
             ),
         )
 
@@ -157,23 +157,24 @@ class RankDocuments(Dataset[PlannedDocuments]):
         planned = plan_images(
             images.images,
             images.placeholders,
-            sequences.held,
+            sequences.rank_rows,
             self.settings.ranks,
             [modality.name for modality in images.model.modalities],
-            always_encodes=images.model.always_encodes,
+            images.always,
         )
         (plan,) = sequences.plans
         return replace(sequences, plans=(replace(plan, images=planned),))
 
-    def _shared_prefixes(self, micro_batch: GlobalMicroBatch) -> SharedPrefixes | None:
-        """Return what the excerpts of a micro-batch share; None if nothing."""
-        if self.beginnings is None or micro_batch.groups is None:
+    def _paths(self, micro_batch: GlobalMicroBatch) -> SequencePaths | None:
+        """Return the paths of a micro-batch's spans; None if the spans share no row."""
+        if self.prefixes is None or micro_batch.trees is None:
             return None
-        # Groups that fit into one rank each may not fit together.
-        may_join = self.settings.document_layout != "whole"
-        most_rows = self.settings.tokens_per_rank * (self.settings.ranks if may_join else 1)
-        return self.beginnings.shared(
-            micro_batch.excerpts, micro_batch.groups, most_rows, joins=may_join
+        # Trees that each fit into one rank may not fit as one tree.
+        return self.prefixes.paths(
+            micro_batch.spans,
+            micro_batch.trees,
+            self.settings.document_capacity,
+            joins=self.settings.document_layout != "whole",
         )
 
 
@@ -197,11 +198,11 @@ class DistCACollator:
         >>> dataset = [{"input_ids": [11, 12, 13, 14]}, {"input_ids": [21, 22]}]
         >>> settings = PlanSettings(ranks=2, tokens_per_rank=3, document_layout="fixed")
         >>> lengths = document_lengths(dataset, progress=False)
-        >>> excerpts = fit_documents(lengths, 6, "error", "ranks · tokens_per_rank")
+        >>> spans = fit_documents(lengths, 6, "error", "ranks · tokens_per_rank")
         >>> for rank in range(2):
         ...     loader = DataLoader(
         ...         RankDocuments(dataset, lengths, settings, rank),
-        ...         batch_sampler=GlobalBatchSampler(excerpts, capacity=6, shuffle=False),
+        ...         batch_sampler=GlobalBatchSampler(spans, capacity=6, shuffle=False),
         ...         collate_fn=DistCACollator(rank),
         ...     )
         ...     batch = next(iter(loader))
@@ -231,16 +232,16 @@ class DistCACollator:
                 "data set and GlobalBatchSampler as its batch_sampler"
             )
         (planned,) = features
-        parts: list[tuple[int, NDArray[np.int64]]] = []
-        positions: list[NDArray[np.int64]] = []
-        for entry in on_rank(planned.sequences.held, self.rank):
-            start, stop, excerpt = int(entry["start"]), int(entry["stop"]), int(entry["sequence"])
-            if excerpt == NO_SEQUENCE:
+        parts: list[tuple[int, IntArray]] = []
+        positions: list[IntArray] = []
+        for entry in on_rank(planned.sequences.rank_rows, self.rank):
+            start, stop, span = int(entry["start"]), int(entry["stop"]), int(entry["sequence"])
+            if span == NO_SEQUENCE:
                 rows = np.array([[self.filler_token_id], [IGNORED_TARGET]])
             else:
-                rows = planned.rows(excerpt)[:, start:stop]
+                rows = planned.rows(span)[:, start:stop]
                 if planned.positions:
-                    index = int(planned.excerpts["document"][excerpt])
+                    index = int(planned.spans["document"][span])
                     positions.append(planned.positions[index][..., start:stop])
             parts.append((start, rows))
         batch: dict[str, Any] = rows_batch(parts)
@@ -251,7 +252,7 @@ class DistCACollator:
         return {**batch, **planned.encoded, PLAN_KEY: planned.plan}
 
 
-def _position_ids(parts: Sequence[NDArray[np.int64]], rows: int) -> torch.Tensor:
+def _position_ids(parts: Sequence[IntArray], rows: int) -> torch.Tensor:
     """Return [1, rows] or [3, 1, rows] positions; those of a filler are 0."""
     positions = np.concatenate(parts, axis=-1)
     fillers = rows - positions.shape[-1]
@@ -260,16 +261,16 @@ def _position_ids(parts: Sequence[NDArray[np.int64]], rows: int) -> torch.Tensor
 
 
 def shared_targets(planned: PlannedDocuments, rank: int) -> dict[str, Any]:
-    """Return the targets of a rank's rows for all excerpts that have them, and the targets' rows.
+    """Return the targets of a rank's rows for all spans that have them, and the targets' rows.
 
     Rows without a target are left out. Without any target there is one label that does not count.
 
     Returns:
         `labels` and `shift_labels` [1, targets], and under TARGET_ROWS their rows.
     """
-    targets: list[NDArray[np.int64]] = []
-    rows: list[NDArray[np.int64]] = []
-    for entry in on_rank(planned.sequences.read, rank):
+    targets: list[IntArray] = []
+    rows: list[IntArray] = []
+    for entry in on_rank(planned.sequences.sequence_tokens, rank):
         entry_targets = planned.rows(int(entry["sequence"]))[1, entry["start"] : entry["stop"]]
         has_target = np.flatnonzero(entry_targets != IGNORED_TARGET)
         targets.append(entry_targets[has_target])
@@ -287,8 +288,8 @@ def shared_targets(planned: PlannedDocuments, rank: int) -> dict[str, Any]:
     }
 
 
-def excerpt_rows(document: NDArray[np.int64], start: int, stop: int, end: int) -> NDArray[np.int64]:
-    """Return [2, rows] tokens and targets of an EXCERPT of a document from `token_document`."""
+def span_rows(document: IntArray, start: int, stop: int, end: int) -> IntArray:
+    """Return [2, rows] tokens and targets of a SPAN of a document from `token_document`."""
     rows = document[:, start:stop]
     if stop == end:  # a token that truncation dropped is no target
         rows = rows.copy()
@@ -296,7 +297,7 @@ def excerpt_rows(document: NDArray[np.int64], start: int, stop: int, end: int) -
     return rows
 
 
-def rows_batch(parts: Sequence[tuple[int, NDArray[np.int64]]]) -> dict[str, torch.Tensor]:
+def rows_batch(parts: Sequence[tuple[int, IntArray]]) -> dict[str, torch.Tensor]:
     """Concatenate rows of documents into a model's inputs, each [1, all rows] int64.
 
     Labels are already shifted.

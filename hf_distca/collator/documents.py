@@ -15,13 +15,13 @@ import datasets
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-from numpy.typing import NDArray
 from torch.utils.data import Dataset, IterableDataset
 from tqdm.auto import tqdm
 
 from hf_distca.batches.limits import IGNORED_TARGET, NO_LIMITS, Limits
 from hf_distca.checks.data_rules import Data
 from hf_distca.checks.refusal import given_as
+from hf_distca.plan.arrays import IntArray, Table
 
 READ_BATCH = 1000
 """Number of documents read at once to compute lengths and to check documents."""
@@ -82,7 +82,7 @@ class Columns:
 ANY_COLUMNS = Columns()
 
 
-def token_document(example: Mapping[str, Any], name: str, columns: Columns) -> NDArray[np.int64]:
+def token_document(example: Mapping[str, Any], name: str, columns: Columns) -> IntArray:
     """Return the tokens and targets of an example, [2, L] int64, or raise ValueError.
 
     The target of a token is the next label.
@@ -120,7 +120,7 @@ def token_document(example: Mapping[str, Any], name: str, columns: Columns) -> N
     return np.stack([input_ids, np.append(labels[1:], IGNORED_TARGET)])
 
 
-def _integers(example: Mapping[str, Any], column: str, name: str) -> NDArray[np.int64]:
+def _integers(example: Mapping[str, Any], column: str, name: str) -> IntArray:
     """Return a column [L] of an example as int64. Raise ValueError if it has no integers."""
     try:
         values = np.asarray(example[column])
@@ -136,6 +136,25 @@ def _integers(example: Mapping[str, Any], column: str, name: str) -> NDArray[np.
         at, found = next((i, x) for i, x in enumerate(values.tolist()) if type(x) is not int)
         raise Data.NOT_INTEGERS.error(name=name, column=column, at=at, given=given_as(found))
     return values.astype(np.int64)
+
+
+def is_stream(dataset: Any) -> bool:
+    """Return whether a data set has no length. Its documents are unknown before they come."""
+    return isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__")
+
+
+def named_datasets(argument: Any, name: str) -> dict[str, Any]:
+    """Return the data sets of a trainer's argument by their names in errors.
+
+    Args:
+        argument: a data set, a dictionary of several, or None.
+        name: name of the argument.
+    """
+    if argument is None:
+        return {}
+    if isinstance(argument, dict):
+        return {f"{name}[{key!r}]": dataset for key, dataset in argument.items()}
+    return {name: argument}
 
 
 def check_dataset(dataset: Any, name: str) -> None:
@@ -177,7 +196,7 @@ def document_lengths(
     *,
     name: str = A_DATASET,
     limits: Limits = NO_LIMITS,
-) -> NDArray[np.int64]:
+) -> IntArray:
     """Return the number of tokens of every document of a data set, [documents] int64.
 
     - Of a stored `datasets.Dataset` only lengths are read. Its length column is trusted here.
@@ -210,7 +229,7 @@ def document_lengths(
 
 def _checked_document(
     dataset: Any, index: int, columns: Columns, name: str, limits: Limits
-) -> NDArray[np.int64]:
+) -> IntArray:
     """Return a document from `token_document`; raise ValueError if it is beyond the limits."""
     document_name = f"document {index} of {name}"
     document = token_document(dataset[index], document_name, columns)
@@ -226,9 +245,7 @@ def is_stored(dataset: Any) -> bool:
     return isinstance(dataset, datasets.Dataset) and dataset.format["type"] != "custom"
 
 
-def _stored_lengths(
-    dataset: Any, columns: Columns, progress: bool, name: str
-) -> NDArray[np.int64] | None:
+def _stored_lengths(dataset: Any, columns: Columns, progress: bool, name: str) -> IntArray | None:
     """Return the lengths of a stored data set's documents without its tokens.
 
     None where tokens must be read.
@@ -264,17 +281,15 @@ def _has_lists(kind: pa.DataType) -> bool:
     return bool(pa.types.is_list(kind) or pa.types.is_large_list(kind))
 
 
-def _list_lengths(column: pa.ChunkedArray) -> NDArray[np.int64]:
+def _list_lengths(column: pa.ChunkedArray) -> IntArray:
     """Return the lengths of a column's lists; a missing list counts as empty."""
-    lengths: NDArray[np.int64] = (
-        pc.fill_null(pc.list_value_length(column), 0).to_numpy().astype(np.int64)
-    )
+    lengths: IntArray = pc.fill_null(pc.list_value_length(column), 0).to_numpy().astype(np.int64)
     return lengths
 
 
 def check_stored_documents(
     dataset: Any,
-    lengths: NDArray[np.int64],
+    lengths: IntArray,
     columns: Columns = ANY_COLUMNS,
     progress: bool = True,
     *,
@@ -311,7 +326,7 @@ def check_stored_documents(
             check_planned_length(document, lengths[index], index, name)
 
 
-def check_planned_length(document: NDArray[np.int64], planned: int, index: int, name: str) -> None:
+def check_planned_length(document: IntArray, planned: int, index: int, name: str) -> None:
     """Raise ValueError if a document from `token_document` has another length than was planned."""
     length = document.shape[1]
     if length != planned:
@@ -323,7 +338,7 @@ def check_planned_length(document: NDArray[np.int64], planned: int, index: int, 
 
 
 def _columns_are_sound(
-    table: pa.Table, lengths: NDArray[np.int64], columns: Columns, limits: Limits
+    table: pa.Table, lengths: IntArray, columns: Columns, limits: Limits
 ) -> bool:
     """Return whether columns of documents surely have no fault.
 
@@ -373,23 +388,23 @@ def _has_between(values: pa.ChunkedArray, lower: int, upper: int) -> bool:
 
 def check_targets(
     dataset: Any,
-    excerpts: NDArray[np.void],
+    spans: Table,
     columns: Columns = ANY_COLUMNS,
     *,
     name: str = A_DATASET,
 ) -> None:
-    """Raise ValueError if no token of any excerpt is a target: a training would change nothing.
+    """Raise ValueError if no token of any span is a target: a training would change nothing.
 
     Documents are read in order up to the first one with a target.
 
     Args:
-        excerpts: [excerpts] of dtype EXCERPT, from `fit_documents`.
+        spans: [spans] of dtype SPAN, from `fit_documents`.
     """
     if is_stored(dataset):
         used_columns = columns.used(dataset.column_names, name)
         dataset = dataset.select_columns(used_columns).with_format("numpy")
     is_cut = False
-    for index, start, stop, end in excerpts.tolist():
+    for index, start, stop, end in spans.tolist():
         _, targets = token_document(dataset[index], f"document {index} of {name}", columns)
         is_cut |= end < len(targets)
         # The last token of a document predicts nothing, and a token that truncation dropped is no
@@ -397,17 +412,17 @@ def check_targets(
         targets_stop = min(stop, end - 1)
         if np.any(targets[start:targets_stop] != IGNORED_TARGET):
             return
-    longest = int((excerpts["stop"] - excerpts["start"]).max(initial=0))
+    longest = int((spans["stop"] - spans["start"]).max(initial=0))
     refusal = Data.TARGETS_CUT if is_cut else Data.NO_TARGETS
     if longest == 1:
         refusal = Data.SINGLE_TOKENS
-    documents = len(np.unique(excerpts["document"]))
+    documents = len(np.unique(spans["document"]))
     raise refusal.error(name=name, documents=documents, longest=longest)
 
 
 def dataset_fingerprint(
     dataset: Any,
-    lengths: NDArray[np.int64],
+    lengths: IntArray,
     columns: Columns = ANY_COLUMNS,
     *,
     name: str = A_DATASET,

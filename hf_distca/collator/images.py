@@ -15,8 +15,7 @@ from hf_distca.batches.limits import NO_LIMITS, Limits
 from hf_distca.checks.data_rules import Data
 from hf_distca.collator.documents import Columns, check_dataset, is_stored, token_document
 from hf_distca.plan import PlannedImages
-from hf_distca.plan.arrays import IntArray
-from hf_distca.plan.intervals import Table
+from hf_distca.plan.arrays import IntArray, Table
 from hf_distca.planner.images import IMAGE, PLACEHOLDERS
 
 TOKEN_COLUMNS = ("input_ids", "labels", "attention_mask")
@@ -30,11 +29,13 @@ class DocumentImages:
     Attributes:
         images: of dtype IMAGE, by document.
         placeholders: of dtype PLACEHOLDERS, by document and row.
+        always: modalities whose encoders run in every micro-batch.
     """
 
     model: ImageModel
     images: Table
     placeholders: Table
+    always: frozenset[str] = frozenset()
 
     @classmethod
     def of_parts(
@@ -55,6 +56,12 @@ class DocumentImages:
     def documents(self) -> IntArray:
         """Documents that have images, in order."""
         return np.unique(self.images["document"])
+
+    @property
+    def modalities(self) -> frozenset[str]:
+        """Names of the modalities that documents have."""
+        numbers = np.unique(self.images["modality"]).tolist()
+        return frozenset(self.model.modalities[number].name for number in numbers)
 
     def of_documents(self, documents: IntArray) -> "DocumentImages":
         """Return the images of some documents, which get new numbers: their order here."""
@@ -77,22 +84,23 @@ class DocumentImages:
             self.model,
             np.concatenate(images) if images else np.zeros(0, IMAGE),
             np.concatenate(placeholders) if placeholders else np.zeros(0, PLACEHOLDERS),
+            self.always,
         )
 
     def check_whole(
-        self, excerpts: Table, lengths: IntArray, name: str, limit: str, capacity: int
+        self, spans: Table, lengths: IntArray, name: str, limit: str, capacity: int
     ) -> None:
         """Raise ValueError if a document with images is cut.
 
         Args:
-            excerpts: of dtype EXCERPT.
+            spans: of dtype SPAN.
             lengths: [documents] tokens of each.
             name: name of the data set in errors.
             limit: name of what a document must fit into.
             capacity: tokens of that.
         """
-        is_cut = excerpts["stop"] - excerpts["start"] < lengths[excerpts["document"]]
-        cut = np.intersect1d(excerpts["document"][is_cut], self.documents)
+        is_cut = spans["stop"] - spans["start"] < lengths[spans["document"]]
+        cut = np.intersect1d(spans["document"][is_cut], self.documents)
         for document in cut[:1].tolist():
             raise Data.CUT_IMAGES.error(
                 name=f"document {document} of {name}",
@@ -268,18 +276,27 @@ class ProcessedDocuments(Dataset[dict[str, Any]]):
     Args:
         dataset: gives examples by index, with texts and images.
         collate: makes a batch of one example: tokens [1, L], and fields of its images.
+        name: name of the data set in errors.
     """
 
-    def __init__(self, dataset: Any, collate: Callable[[list[dict[str, Any]]], Any]) -> None:
+    def __init__(
+        self, dataset: Any, collate: Callable[[list[dict[str, Any]]], Any], name: str
+    ) -> None:
         self.dataset = dataset
         self._collate = collate
+        self._name = name
 
     def __len__(self) -> int:
         return len(self.dataset)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        # Collators take images out of the example that they get.
-        batch = self._collate([dict(self.dataset[index])])
+        try:
+            # Collators take images out of the example that they get.
+            batch = self._collate([dict(self.dataset[index])])
+        # Files, decoders and processors raise anything.
+        except Exception as error:
+            why = f"{type(error).__name__}: {error}"
+            raise Data.NOT_PROCESSED.error(index=index, name=self._name, why=why) from error
         return {
             name: value[0].numpy() if name in TOKEN_COLUMNS else np.asarray(value)
             for name, value in batch.items()

@@ -6,9 +6,9 @@ They are full, or slightly smaller with documents that fit into whole ranks.
 from collections.abc import Iterator
 
 import numpy as np
-from numpy.typing import NDArray
 
 from hf_distca.collator.sampler import GlobalBatchSampler, fit_documents
+from hf_distca.plan.arrays import IntArray
 from hf_distca.planner.settings import PlanSettings
 from hf_distca.planner.whole_ranks import may_choose_whole_ranks, whole_ranks_pay
 
@@ -16,7 +16,7 @@ SAMPLED_BATCHES = 32
 """Maximum number of micro-batches that are drawn of a large data set for the choice."""
 
 
-def draws_for_whole_ranks(lengths: NDArray[np.int64], settings: PlanSettings, seed: int) -> bool:
+def draws_for_whole_ranks(lengths: IntArray, settings: PlanSettings, seed: int) -> bool:
     """Return whether micro-batches of a data set should have documents that fit into whole ranks.
 
     Args:
@@ -26,16 +26,16 @@ def draws_for_whole_ranks(lengths: NDArray[np.int64], settings: PlanSettings, se
     longest = int(lengths.max(initial=0))
     if not may_choose_whole_ranks(settings) or not 0 < longest <= settings.tokens_per_rank:
         return False
-    capacity = settings.ranks * settings.tokens_per_rank
+    capacity = settings.capacity
     # As many documents of a random order as fill so many micro-batches.
     shuffled = np.random.default_rng(seed).permutation(lengths)
     tokens_up_to = np.cumsum(shuffled)
     count = np.searchsorted(tokens_up_to, SAMPLED_BATCHES * capacity, side="right")
-    excerpts = fit_documents(shuffled[:count], settings.tokens_per_rank, "error", "tokens_per_rank")
+    spans = fit_documents(shuffled[:count], settings.tokens_per_rank, "error", "tokens_per_rank")
 
-    def micro_batches(bins: int) -> Iterator[NDArray[np.int64]]:
+    def micro_batches(bins: int) -> Iterator[IntArray]:
         """Yield the lengths of each micro-batch's documents."""
-        for (micro_batch,) in GlobalBatchSampler(excerpts, capacity // bins, seed=seed, bins=bins):
-            yield micro_batch.excerpts["stop"]
+        for (micro_batch,) in GlobalBatchSampler(spans, capacity // bins, seed=seed, bins=bins):
+            yield micro_batch.spans["stop"]
 
     return whole_ranks_pay(micro_batches(1), micro_batches(settings.ranks), settings)

@@ -5,13 +5,13 @@ from dataclasses import dataclass
 from itertools import chain
 
 import numpy as np
-from numpy.typing import NDArray
 from torch.utils.data import Sampler
 
 from hf_distca.batches.limits import NO_LIMITS, Limits
 from hf_distca.checks.data_rules import Data
+from hf_distca.collator.dataset_prefixes import DatasetPrefixes
 from hf_distca.collator.documents import A_DATASET
-from hf_distca.collator.prefixes import SharedBeginnings
+from hf_distca.plan.arrays import IntArray, Table
 from hf_distca.plan.intervals import expand
 from hf_distca.planner.bin_packing import (
     largest_first,
@@ -21,9 +21,9 @@ from hf_distca.planner.bin_packing import (
 )
 from hf_distca.predict.seconds import StepCosts
 
-EXCERPT = np.dtype([(name, np.int64) for name in ("document", "start", "stop", "end")])
-"""Tokens [start, stop) of a document, by its index in the data set; its tokens before `end` may be
-targets."""
+SPAN = np.dtype([(name, np.int64) for name in ("document", "start", "stop", "end")])
+"""Tokens [start, stop) of a document that go into one micro-batch. `document` is an index into the
+data set. Tokens before `end` may be targets."""
 CLASSES_PER_OCTAVE = (1, 4, 16)
 """Length classes per doubling of length, coarsest (most random) first, for placing documents."""
 SPARE_BATCHES = 200
@@ -31,33 +31,31 @@ SPARE_BATCHES = 200
 
 
 def fit_documents(
-    lengths: NDArray[np.int64],
+    lengths: IntArray,
     limit: int,
     policy: str,
     limit_name: str,
     *,
     name: str = A_DATASET,
     limits: Limits = NO_LIMITS,
-) -> NDArray[np.void]:
-    """Apply the policy for long documents.
+) -> Table:
+    """Return [spans] of documents by the policy for long documents, in the order of the data set.
 
-    Return [excerpts] of dtype EXCERPT, in the order of the data set.
-
-    A document within the limit becomes one excerpt. "truncate" keeps the first tokens. "split" cuts
-    a document into excerpts, which do not attend to each other; the last row of an excerpt still
+    A document within the limit becomes one span. "truncate" keeps the first tokens. "split" cuts
+    a document into spans, which do not attend to each other; the last row of a span still
     predicts the first token of the next one.
 
     Args:
         lengths: [documents] int64 tokens of each document.
-        limit: maximum number of tokens of an excerpt; messages call it `limit_name`.
+        limit: maximum number of tokens of a span; messages call it `limit_name`.
         name: name of the data set in messages.
-        limits: limits of the model, whose positions no excerpt exceeds.
+        limits: limits of the model, whose positions no span exceeds.
     """
     if limit <= 0 or policy not in ("error", "truncate", "split"):
         raise ValueError(
-            f"{limit_name} is {limit} and the policy for long documents {policy!r}, but an excerpt "
-            "needs a token and a known policy; give a positive limit, and 'error', 'truncate' or "
-            "'split'"
+            f"{limit_name} is {limit} and the policy for long documents {policy!r}, but the limit "
+            "must be positive and the policy known; give a positive limit, and 'error', 'truncate' "
+            "or 'split'"
         )
     longest = int(np.argmax(lengths)) if len(lengths) else None
     if longest is not None and policy == "error":
@@ -80,26 +78,26 @@ def fit_documents(
     if policy == "truncate":
         lengths = np.minimum(lengths, limit)
     counts = -(-lengths // limit)
-    excerpts = np.empty(int(counts.sum()), EXCERPT)
-    excerpts["document"] = np.repeat(np.arange(len(lengths)), counts)
-    # How many excerpts of the same document come before each one.
-    first_excerpts = np.cumsum(counts) - counts
-    number_in_document = np.arange(len(excerpts)) - np.repeat(first_excerpts, counts)
-    excerpts["end"] = np.repeat(lengths, counts)
-    excerpts["start"] = number_in_document * limit
-    excerpts["stop"] = np.minimum(excerpts["start"] + limit, excerpts["end"])
-    return excerpts
+    spans = np.empty(int(counts.sum()), SPAN)
+    spans["document"] = np.repeat(np.arange(len(lengths)), counts)
+    # The number of each span in its document, from 0 on.
+    first_spans = np.cumsum(counts) - counts
+    number_in_document = np.arange(len(spans)) - np.repeat(first_spans, counts)
+    spans["end"] = np.repeat(lengths, counts)
+    spans["start"] = number_in_document * limit
+    spans["stop"] = np.minimum(spans["start"] + limit, spans["end"])
+    return spans
 
 
 @dataclass(frozen=True, eq=False)
 class GlobalMicroBatch:
-    """Documents that all ranks train on in one forward and backward pass."""
+    """Spans of documents that all ranks train on in one forward and backward pass."""
 
-    excerpts: NDArray[np.void]  # [documents] of dtype EXCERPT
+    spans: Table  # [spans] of dtype SPAN
     # Costs by which the planner chooses; None for the costs in the reader's settings.
     costs: StepCosts | None = None
-    # [documents] group of each; documents of a group may share rows. None: nothing is shared.
-    groups: NDArray[np.int64] | None = None
+    # [spans] prefix tree of each; spans of a tree may share rows. None: no prefix sharing.
+    trees: IntArray | None = None
 
 
 class GlobalBatchSampler(Sampler[list[GlobalMicroBatch]]):
@@ -110,16 +108,17 @@ class GlobalBatchSampler(Sampler[list[GlobalMicroBatch]]):
     `num_processes=1`). The data set, such as `RankDocuments`, takes each `GlobalMicroBatch` as its
     index. There is no `batch_size`, because the number of documents varies.
 
-    Every excerpt, a whole document or a part of a long one, comes once per epoch. With `shuffle`,
+    Every span, a whole document or a part of a long one, comes once per epoch. With `shuffle`,
     micro-batches are drawn anew in each epoch, with about the same number of tokens and a similar
     mix of long and short documents. Without `shuffle`, documents come in the order of the data set
     and the last micro-batch may be smaller.
 
-    Where documents begin alike, they form groups, whose common rows count once. With `shuffle` a
-    group comes in one micro-batch. Without `shuffle` micro-batches are the same as without groups.
+    Documents with equal prefixes form prefix trees, whose shared rows count once. With `shuffle` a
+    tree comes in one micro-batch. Without `shuffle` the documents of a micro-batch are the same as
+    without prefix sharing.
 
     Args:
-        excerpts: [excerpts] of dtype EXCERPT, from `fit_documents`.
+        spans: [spans] of dtype SPAN, from `fit_documents`.
         capacity: Maximum number of tokens of a bin: ranks · tokens_per_rank, or tokens_per_rank
             with one bin per rank.
         shuffle: Whether to draw new micro-batches in each epoch.
@@ -128,44 +127,43 @@ class GlobalBatchSampler(Sampler[list[GlobalMicroBatch]]):
             two bins.
         costs: Function that returns the costs by which the next micro-batch is planned, with
             which they travel.
-        beginnings: What documents have in common; None if nothing is shared.
+        prefixes: Equal prefixes of documents; None without prefix sharing.
 
     Raises:
-        ValueError: There is no excerpt, or one is longer than the capacity.
+        ValueError: There is no span, or one is longer than the capacity.
     """
 
     def __init__(
         self,
-        excerpts: NDArray[np.void],
+        spans: Table,
         capacity: int,
         shuffle: bool = True,
         seed: int = 0,
         *,
         bins: int = 1,
         costs: Callable[[], StepCosts | None] = lambda: None,
-        beginnings: SharedBeginnings | None = None,
+        prefixes: DatasetPrefixes | None = None,
     ):
-        lengths: NDArray[np.int64] = excerpts["stop"] - excerpts["start"]
-        if len(excerpts) == 0 or lengths.max() > capacity:
+        lengths: IntArray = spans["stop"] - spans["start"]
+        if len(spans) == 0 or lengths.max() > capacity:
             raise ValueError(
-                f"there are {len(excerpts)} documents of at most {lengths.max(initial=0)} tokens, "
+                f"there are {len(spans)} documents of at most {lengths.max(initial=0)} tokens, "
                 f"but a micro-batch needs a document and holds at most {capacity} tokens; call "
                 "fit_documents with this capacity first"
             )
-        self.excerpts = excerpts
+        self.spans = spans
         self.capacity = capacity
         self.bins = bins
         self.shuffle = shuffle
         self.seed = seed
         self.epoch = 0
         self._costs = costs
-        self._beginnings = beginnings
-        # Excerpts or groups of excerpts: what is drawn as a whole. Their rows, and which excerpts
-        # each one has.
+        self._prefixes = prefixes
+        # A prefix tree is drawn as a whole: the rows of each tree, and the tree of each span.
         self._lengths = lengths
-        self._groups = np.arange(len(excerpts))
+        self._trees = np.arange(len(spans))
         if not shuffle:
-            numbered = zip(lengths.tolist(), range(len(excerpts)), strict=True)
+            numbered = zip(lengths.tolist(), range(len(spans)), strict=True)
             filled_bins = list(pack_in_order(numbered, capacity))
             first_bins = range(0, len(filled_bins), bins)
             self._in_order = [
@@ -173,8 +171,8 @@ class GlobalBatchSampler(Sampler[list[GlobalMicroBatch]]):
             ]
             self._batches = len(self._in_order)
             return
-        if beginnings is not None:
-            self._groups, lengths = beginnings.groups(excerpts, capacity)
+        if prefixes is not None:
+            self._trees, lengths = prefixes.trees(spans, capacity)
             self._lengths = lengths
         # Micro-batches are nearly full, with room for every random placement.
         longest_first = largest_first(lengths)
@@ -199,42 +197,42 @@ class GlobalBatchSampler(Sampler[list[GlobalMicroBatch]]):
 
     def __iter__(self) -> Iterator[list[GlobalMicroBatch]]:
         for batch in self._batches_in_order():
-            excerpts = self.excerpts[batch]
-            yield [GlobalMicroBatch(excerpts, self._costs(), self._groups_in(batch))]
+            spans = self.spans[batch]
+            yield [GlobalMicroBatch(spans, self._costs(), self._trees_in(batch))]
 
-    def excerpts_in_order(self) -> Iterator[NDArray[np.void]]:
-        """Yield the excerpts of each micro-batch of this epoch."""
+    def spans_in_order(self) -> Iterator[Table]:
+        """Yield the spans of each micro-batch of this epoch."""
         for batch in self._batches_in_order():
-            yield self.excerpts[batch]
+            yield self.spans[batch]
 
-    def _batches_in_order(self) -> Iterator[NDArray[np.int64] | list[int]]:
-        """Yield the indices of each micro-batch's excerpts."""
+    def _batches_in_order(self) -> Iterator[IntArray | list[int]]:
+        """Yield the indices of each micro-batch's spans."""
         if not self.shuffle:
             yield from self._in_order
             return
-        order = np.argsort(self._groups, kind="stable")
-        counts = np.bincount(self._groups)
+        order = np.argsort(self._trees, kind="stable")
+        counts = np.bincount(self._trees)
         firsts = np.cumsum(counts) - counts
-        for groups in self._shuffled():
-            yield order[expand(firsts[groups], counts[groups])]
+        for trees in self._shuffled():
+            yield order[expand(firsts[trees], counts[trees])]
 
-    def _groups_in(self, batch: NDArray[np.int64] | list[int]) -> NDArray[np.int64] | None:
-        """Return the groups of a micro-batch's excerpts."""
-        if self._beginnings is None:
+    def _trees_in(self, batch: IntArray | list[int]) -> IntArray | None:
+        """Return the prefix trees of a micro-batch's spans."""
+        if self._prefixes is None:
             return None
         if self.shuffle:
-            return self._groups[batch]
-        if self.bins > 1:  # a group may have excerpts of several bins
+            return self._trees[batch]
+        if self.bins > 1:  # a tree may have spans of several bins
             return None
-        groups, _ = self._beginnings.groups(self.excerpts[batch], self.capacity)
-        return groups
+        trees, _ = self._prefixes.trees(self.spans[batch], self.capacity)
+        return trees
 
-    def _shuffled(self) -> list[NDArray[np.int64]]:
-        """Return the groups of each micro-batch of this epoch."""
+    def _shuffled(self) -> list[IntArray]:
+        """Return the prefix trees of each micro-batch of this epoch."""
         random = np.random.default_rng((self.seed, self.epoch))
         shuffled = random.permutation(len(self._lengths))
         lengths = self._lengths[shuffled]
-        # 1. Divide the groups into length classes, which keep the random order inside a class.
+        # 1. Divide the trees into length classes, which keep the random order inside a class.
         #    Length = mantissa · 2^exponent, the mantissa in [0.5, 1): exact, so that different
         #    processors agree.
         mantissa, exponent = np.frexp(lengths)
@@ -245,17 +243,17 @@ class GlobalBatchSampler(Sampler[list[GlobalMicroBatch]]):
         # 2. Place longer classes first. Finer classes are less random, but fit more often.
         for sizes in (*classes, lengths):
             order = largest_first(sizes)  # equal sizes are still in random order
-            bin_of_group = place_evenly(lengths, order, self._batches * self.bins, self.capacity)
-            if bin_of_group is not None:
+            bin_of_tree = place_evenly(lengths, order, self._batches * self.bins, self.capacity)
+            if bin_of_tree is not None:
                 break
         else:  # fits where even filling does not, as when counting
-            bin_of_group = place_tightly(lengths, order, self.capacity)
-        # 3. Order the groups by micro-batch and bin. Placing first fills one bin of each
+            bin_of_tree = place_tightly(lengths, order, self.capacity)
+        # 3. Order the trees by micro-batch and bin. Placing first fills one bin of each
         #    micro-batch, so no micro-batch stays empty.
-        bin_in_batch, batch_of_group = np.divmod(bin_of_group, self._batches)
+        bin_in_batch, batch_of_tree = np.divmod(bin_of_tree, self._batches)
         # Placing starts the first micro-batches with the longest documents: give them a random
         # place in the epoch.
-        batch_of_group = random.permutation(self._batches)[batch_of_group]
-        order = np.lexsort((bin_in_batch, batch_of_group))
-        counts = np.bincount(batch_of_group, minlength=self._batches)
+        batch_of_tree = random.permutation(self._batches)[batch_of_tree]
+        order = np.lexsort((bin_in_batch, batch_of_tree))
+        counts = np.bincount(batch_of_tree, minlength=self._batches)
         return np.split(shuffled[order], np.cumsum(counts)[:-1])

@@ -11,15 +11,15 @@ import numpy as np
 import torch
 from datasets.distributed import split_dataset_by_node
 from datasets.fingerprint import Hasher
-from numpy.typing import NDArray
 from torch.utils.data import IterableDataset, get_worker_info
 
 from hf_distca.batches.limits import NO_LIMITS, Limits
 from hf_distca.checks.data_rules import Data
-from hf_distca.collator.collation import excerpt_rows, rows_batch
+from hf_distca.collator.collation import rows_batch, span_rows
 from hf_distca.collator.documents import ANY_COLUMNS, Columns, token_document
 from hf_distca.collator.sampler import fit_documents
 from hf_distca.collator.texts import TextStream
+from hf_distca.plan.arrays import IntArray
 from hf_distca.planner.bin_packing import pack_in_order
 from hf_distca.units import counted
 
@@ -120,7 +120,7 @@ class StreamPacker(IterableDataset[dict[str, Any]]):
         self.most_processes = max(self.dataset.num_shards, 1) if self._has_shards else 1
         # The process that reads notes the hash of the first document here.
         self._beginning = torch.full((), NOTHING_READ, dtype=torch.int64).share_memory_()
-        self._given = self.dataset
+        self._whole_stream = self.dataset
         self.dataset = EpochStream.around(self.dataset)
         if self._has_shards and not self.is_divided:
             self.dataset = split_dataset_by_node(
@@ -129,9 +129,9 @@ class StreamPacker(IterableDataset[dict[str, Any]]):
 
     @property
     def beginning(self) -> int:
-        """Hash of the first document of the stream that this rank was given.
+        """Hash of the first document of this rank's stream, before the stream is divided.
 
-        It is known as soon as a pass has given a batch or has ended.
+        It is known as soon as a pass has yielded a batch or has ended.
         """
         return int(self._beginning)
 
@@ -149,7 +149,7 @@ class StreamPacker(IterableDataset[dict[str, Any]]):
                 "document_lengths": lengths,
             }
 
-    def _documents(self) -> Iterator[NDArray[np.int64]]:
+    def _documents(self) -> Iterator[IntArray]:
         """Yield documents of this rank and process, [2, L] tokens and targets, within the limit."""
         limit = self.tokens_per_rank
         limit_name = "tokens_per_rank"
@@ -185,7 +185,7 @@ class StreamPacker(IterableDataset[dict[str, Any]]):
                         counted(dropped_tokens, "token"),
                     )
             for start in range(0, end, limit):
-                yield excerpt_rows(document, start, min(start + limit, end), end)
+                yield span_rows(document, start, min(start + limit, end), end)
 
     def _share(self) -> Iterator[Any]:
         """Yield the examples that this process reads for this rank."""
@@ -209,7 +209,7 @@ class StreamPacker(IterableDataset[dict[str, Any]]):
         is_first = worker is None or worker.id == 0
         if self.ranks > 1 and is_first and self.beginning == NOTHING_READ:
             # `iter` leaves out no shards in a worker.
-            for example in islice(self._given.iter(batch_size=1), 1):
+            for example in islice(self._whole_stream.iter(batch_size=1), 1):
                 self._note_beginning(example)
 
     def _note_beginning(self, example: Any) -> None:

@@ -1,26 +1,26 @@
 """Summary of a data set for its user: its documents, and which of them are cut or shortened."""
 
 import numpy as np
-from numpy.typing import NDArray
 
+from hf_distca.plan.arrays import IntArray, Table
 from hf_distca.units import counted
 
 
-def documents_summary(name: str, lengths: NDArray[np.int64], excerpts: NDArray[np.void]) -> str:
+def documents_summary(name: str, lengths: IntArray, spans: Table) -> str:
     """Return one line about the documents that a training packs.
 
     Args:
         name: name of the data set.
         lengths: [documents] int64 tokens of each document, at least one document.
-        excerpts: [excerpts] of dtype EXCERPT, from `fit_documents`.
+        spans: [spans] of dtype SPAN, from `fit_documents`.
     """
     total_tokens = int(lengths.sum())
     documents = counted(len(lengths), "document")
     tokens = counted(total_tokens, "token")
     spread = f"median length {np.median(lengths):,.0f}, longest {lengths.max():,}"
     summary = f"{name}: {documents}, {tokens}; {spread}"
-    sizes = excerpts["stop"] - excerpts["start"]  # [excerpts]
-    # Where a document is longer than the limit, the longest excerpt is as long as the limit.
+    sizes = spans["stop"] - spans["start"]  # [spans]
+    # If any document is longer than the limit, the longest span has as many tokens as the limit.
     limit = sizes.max()
     long_count = int((lengths > limit).sum())
     if long_count == 0:
@@ -30,7 +30,7 @@ def documents_summary(name: str, lengths: NDArray[np.int64], excerpts: NDArray[n
     if dropped > 0:
         dropped_tokens = f"{counted(dropped, 'token')} ({dropped / total_tokens:.1%})"
         return f"{summary}; long_documents='truncate' drops {dropped_tokens} of {long_documents}"
-    # Every other document is one excerpt.
-    pieces_count = len(excerpts) - (len(lengths) - long_count)
-    pieces = f"{pieces_count:,} excerpts, which do not attend to each other"
-    return f"{summary}; long_documents='split' cuts {long_documents} into {pieces}"
+    # Every other document is one span.
+    spans_of_long = len(spans) - (len(lengths) - long_count)
+    cut = f"{spans_of_long:,} spans, which do not attend to each other"
+    return f"{summary}; long_documents='split' cuts {long_documents} into {cut}"

@@ -13,10 +13,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hf_distca.dispatch.checkpoints import KeptResults
 from hf_distca.dispatch.exchange import Exchange, Route, bound_route
 from hf_distca.dispatch.features import BoundImages
 from hf_distca.dispatch.host_copies import OffloadedForward
+from hf_distca.dispatch.kept_results import KeptResults
 from hf_distca.dispatch.recorder import NO_ROWS, Recorder, Rows
 from hf_distca.dispatch.remote import RemotePlan, RemoteRows
 from hf_distca.dispatch.rows import (
@@ -441,7 +441,7 @@ class Runtime:
     remote: RemotePlan | None = None  # the plan at its remote workers
     # Functions of mixing modules by name, in place of transformers' own.
     functions: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
-    # Host memory for the checkpoints of this micro-batch's layers; None keeps them on the device.
+    # Host memory for this micro-batch's activation checkpoints; None keeps them on the device.
     offload: OffloadedForward | None = None
 
 

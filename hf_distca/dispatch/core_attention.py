@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from hf_distca.dispatch.bound import BoundNanoBatch, BoundPlan
-from hf_distca.dispatch.checkpoints import ForwardResults
 from hf_distca.dispatch.executor import CoreAttention, without_autocast
+from hf_distca.dispatch.kept_results import ForwardResults
 from hf_distca.dispatch.recorder import Work
 from hf_distca.kernels import AttentionParams, Need
 from hf_distca.plan import AttentionKind, Direction
@@ -47,7 +47,7 @@ def disaggregated_attention(
     Args:
         q_THD: queries after position embedding; q, k and v have one dtype.
         sinks_H: learned attention sinks, one logit per query head (gpt-oss), or None.
-        module: the attention layer, the key of results kept through a checkpoint.
+        module: the attention layer, the key of its kept results.
         chunk: rows of the layer's attention chunks; None for no chunks.
     """
     if q_THD.shape[0] != plan.rows:
@@ -106,7 +106,7 @@ class _LayerCall:
         return index
 
     def results(self, nano: BoundNanoBatch) -> ForwardResults:
-        """Return what a checkpoint keeps of O and LSE of a nano-batch."""
+        """Return O and LSE of a nano-batch, as activation checkpointing keeps them."""
         training = self.module is None or self.module.training
         return ForwardResults(self.plan.kept_results, (self.module, nano.index), training=training)
 

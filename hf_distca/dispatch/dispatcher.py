@@ -58,8 +58,8 @@ class Dispatcher:
         limits: Limits of the model's tables, against which batches are checked when they are
             planned.
         remote: Remote workers for the plans that are bound from now on; None for none.
-        offload: Host memory for checkpoints of layers in plans that are bound from now on; None for
-            none.
+        offload: Host memory for activation checkpoints in plans that are bound from now on; None
+            for none.
 
     Raises:
         ValueError: The settings differ between ranks or do not fit the number of ranks.

@@ -1,8 +1,9 @@
-"""Checkpoints of layers in host memory, copied while other layers compute.
+"""Activation checkpoints of layers in host memory, copied while other layers compute.
 
-What a checkpoint keeps of a layer leaves the device while the next layer runs forward. It returns
-while the next layer runs backward. At any time the checkpoints of at most two layers are on the
-device: one that a layer uses, and one that is copied.
+A layer's activation checkpoint is the tensors that are kept for the layer's recomputation. They
+leave the device while the next layer runs forward, and return while the next layer runs backward.
+At any time the activation checkpoints of at most two layers are on the device: one that a layer
+uses, and one that is copied.
 
     forward   layer 0 │ layer 1     │ layer 2     │ …     backward   … │ layer 1     │ layer 0
     copies            │ 0 to host   │ 1 to host   │                    │ 0 to device │
@@ -34,14 +35,14 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 logger = logging.getLogger(__name__)
 
 BUFFERS = 2
-"""Checkpoints of layers that the device holds while other layers are on the host."""
+"""Activation checkpoints of layers that the device holds while other layers are on the host."""
 CHUNK_BYTES = 8 * 2**20
 """Bytes of a copy: large enough for the full speed of a link, and small beside a layer's rows."""
 BLOCK_BYTES = 256 * 2**20
 """Bytes of host memory that are reserved at once. torch rounds pinned memory to powers of two."""
 
 FULL = (
-    "checkpoints of layers fill the %.1f GB of host memory that this rank counted for them, so "
+    "activation checkpoints fill the %.1f GB of host memory that this rank counted for them, so "
     "further ones stay on the device: several micro-batches run forward before their backward, or "
     "layers keep more than hidden states and results of core attention"
 )
@@ -49,7 +50,7 @@ FULL = (
 
 
 class HostMemory:
-    """Host memory for checkpoints, which all micro-batches use again.
+    """Host memory for activation checkpoints, which all micro-batches use again.
 
     It exceeds its limit by a part of a block at most. torch's own allocator of pinned memory has no
     limit, and keeps a freed block until the device has run the block's copies.
@@ -124,7 +125,7 @@ class Copies:
 
 @dataclass(eq=False)
 class KeptTensor:
-    """Tensor that a checkpoint keeps: on the device, on the host, or on both.
+    """Tensor of an activation checkpoint: on the device, on the host, or on both.
 
     Attributes:
         tensor: the tensor on the device; None while it is on the host alone.
@@ -152,10 +153,10 @@ class KeptTensor:
 
 
 class ActivationOffload:
-    """Host memory and copies for the checkpoints of a model's first layers.
+    """Host memory and copies for the activation checkpoints of a model's first layers.
 
     Args:
-        layers: number of layers whose checkpoints go to the host.
+        layers: number of layers whose activation checkpoints go to the host.
         backend: module of the device's streams; None for torch's.
     """
 
@@ -201,11 +202,11 @@ class ActivationOffload:
 
 
 class LayerCheckpoint:
-    """What the checkpoint of one layer keeps, in one forward.
+    """Activation checkpoint of one layer, in one forward.
 
     Args:
         leaves: whether it goes to the host.
-        before: checkpoint of the layer before.
+        before: activation checkpoint of the layer before.
         storages: storages of earlier layers' tensors.
     """
 
@@ -299,7 +300,7 @@ class LayerCheckpoint:
 
 @dataclass
 class OffloadedForward:
-    """Checkpoints of the layers of one forward, in their order."""
+    """Activation checkpoints of the layers of one forward, in their order."""
 
     offload: ActivationOffload
     begun: int = 0

@@ -1,17 +1,19 @@
-"""Images of a rank's padded batch. They stay on the rank; features of its encoders travel."""
+"""Images of a rank's padded batch. They stay on the rank; features of its encoder travel."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from hashlib import blake2b
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from hf_distca.batches.images import ImageModel
 from hf_distca.plan import PlannedImages
-from hf_distca.plan.arrays import IntArray
-from hf_distca.plan.intervals import Table
+from hf_distca.plan.arrays import IntArray, Table
 from hf_distca.planner.given_images import GivenImages
 
 
@@ -20,14 +22,14 @@ class PaddedImages:
     """Images of a padded batch of a rank.
 
     Attributes:
-        fields: inputs of the encoders by name; none for a batch of text.
+        fields: inputs of the encoders by name, on the host; none for a batch of text.
         images: of dtype IMAGE, by modality; `document` is the sequence.
         placeholders: of dtype PLACEHOLDERS, by sequence and row.
     """
 
     model: ImageModel
     rank: int
-    fields: Mapping[str, Tensor]
+    fields: Mapping[str, NDArray[Any]]
     images: Table
     placeholders: Table
 
@@ -35,19 +37,14 @@ class PaddedImages:
     def summary(self) -> GivenImages:
         """What all ranks know of the images."""
         names = tuple(modality.name for modality in self.model.modalities)
-        always = self.model.always_encodes
-        return GivenImages(names, always, self.images.tobytes(), self.placeholders.tobytes())
+        return GivenImages(names, self.images.tobytes(), self.placeholders.tobytes())
 
     def marks(self, sequence: int, tokens: int) -> IntArray:
-        """Return [tokens] of a sequence: for placeholders the number of their image, else 0.
-
-        Images have the same number only if they are equal and on the same rank.
-        """
-        marks = np.zeros(tokens, np.int64)
+        """Return [tokens, 2] of a sequence: for placeholders the hash of their image, else 0."""
+        marks = np.zeros((tokens, 2), np.int64)
         is_own = self.images["document"][self.placeholders["image"]] == sequence
         for run in self.placeholders.compress(is_own):
-            first_equal = self._first_equal[run["image"]]
-            marks[run["start"] : run["stop"]] = (self.rank + 1 << 32) + first_equal
+            marks[run["start"] : run["stop"]] = self._hashes[run["image"]]
         return marks
 
     def inputs(
@@ -64,60 +61,22 @@ class PaddedImages:
             if modality.name not in planned:
                 continue
             own = encoded.compress(encoded["modality"] == number)
-            chosen = own["index"][planned[modality.name].encoded_by(self.rank)]
-            parts = [self._apart[number][index] for index in chosen.tolist()]
+            chosen = own["index"][planned[modality.name].encoded_by(self.rank)].tolist()
             # Every rank runs its encoder: DDP, FSDP2 and ZeRO-3 wait for all ranks in it.
-            parts = parts or [
-                {field: torch.from_numpy(array).to(device) for field, array in filler.items()}
-                for filler in [modality.filler_image()]
-            ]
-            inputs |= {
-                field: torch.cat([part[field] for part in parts]) for field in modality.fields
-            }
+            part = modality.select(self.fields, chosen) if chosen else modality.filler_image()
+            joined = modality.joined([part])
+            inputs |= {name: values.to(device) for name, values in joined.items()}
         return inputs
 
     @cached_property
-    def _apart(self) -> list[list[dict[str, Tensor]]]:
-        """Fields of each image, by modality."""
-        apart: list[list[dict[str, Tensor]]] = []
-        for modality in self.model.modalities:
-            if modality.values not in self.fields:
-                apart.append([])
-                continue
-            pixels = self.fields[modality.values]
-            patches: list[int] | int = 1
-            if modality.kind == "grid":
-                patches = self.fields[modality.sizes].prod(1).tolist()
-            columns = {modality.values: pixels.split(patches)}
-            if modality.sizes:
-                columns[modality.sizes] = self.fields[modality.sizes].split(1)
-            apart.append(
-                [
-                    dict(zip(columns, values, strict=True))
-                    for values in zip(*columns.values(), strict=True)
-                ]
-            )
-        return apart
-
-    @cached_property
-    def _first_equal(self) -> list[int]:
-        """For each image the first of the batch that is equal to it."""
-        firsts: list[int] = []
-        alike: dict[float, list[int]] = {}  # by the sum of pixels
-        fields = [fields for images in self._apart for fields in images]
-        modalities = self.images["modality"].tolist()
-        values = [self.model.modalities[number].values for number in modalities]
-        sums = [image[name].sum() for image, name in zip(fields, values, strict=True)]
-        for number, total in enumerate(torch.stack(sums).tolist() if sums else []):
-            others = alike.setdefault(total, [])
-            first = next((n for n in others if _are_equal(fields[n], fields[number])), number)
-            if first == number:
-                others.append(number)
-            firsts.append(first)
-        return firsts
-
-
-def _are_equal(image: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:
-    return image.keys() == other.keys() and all(
-        torch.equal(values, other[name]) for name, values in image.items()
-    )
+    def _hashes(self) -> list[IntArray]:
+        """Hash of each image, which depends on all of its fields."""
+        hashes: list[IntArray] = []
+        for image in self.images:
+            modality = self.model.modalities[image["modality"]]
+            fields = modality.select(self.fields, [int(image["index"])])
+            digest = blake2b(digest_size=16)
+            for values in fields.values():
+                digest.update(np.ascontiguousarray(values).tobytes())
+            hashes.append(np.frombuffer(digest.digest(), np.int64))
+        return hashes

@@ -1,8 +1,8 @@
 """Padded batches as planned micro-batches: where rows of sequences go, and how they travel.
 
-A rank is given a padded batch of B sequences. The sequences of all ranks are the documents of one
-or several planned micro-batches. Sequences that begin alike share documents, which form a prefix
-tree. Tokens travel to the ranks that the plans name, and what the model makes of them travels back
+Each rank has a padded batch of B sequences. The sequences of all ranks are the documents of one or
+several planned micro-batches. Sequences with equal prefixes form a prefix tree, whose branches are
+documents. Tokens travel to the ranks that the plans name. The model's result of a row travels back
 to every sequence that has the row.
 
 Shape suffixes: B sequences of this rank, L columns of its padded batch, F = B · L rows of the
@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 import torch.distributed as dist
-from numpy.typing import NDArray
 from torch import Tensor
 
 from hf_distca.batches.images import ImageModel
@@ -27,7 +26,8 @@ from hf_distca.dispatch.bound import BoundPlan
 from hf_distca.dispatch.dispatcher import Dispatcher
 from hf_distca.dispatch.padded_images import PaddedImages
 from hf_distca.dispatch.process_groups import Groups
-from hf_distca.plan.intervals import Table, expand, rounds_of, row_counts
+from hf_distca.plan.arrays import IntArray, Table
+from hf_distca.plan.intervals import expand, rounds_of, row_counts
 from hf_distca.planner.given_images import GivenImages
 from hf_distca.planner.padding import NO_RANK, PlannedPadding, plan_padded
 from hf_distca.planner.prefixes import Hashes, hashes_of
@@ -43,7 +43,7 @@ class PaddedBatch:
     """A padded batch of B sequences with at most L tokens."""
 
     columns: dict[str, Tensor]
-    """[B, L] `input_ids` and other integers of each token, by name; positions may be [3, B, L]"""
+    """[B, L] `input_ids` and other integers of each token, by name; positions: [axes, B, L]"""
     mask: Tensor  # [B, L], 0 for padding
     images: PaddedImages | None = None  # None for a model that takes no images
 
@@ -53,7 +53,7 @@ class PaddedBatch:
         return torch.cat(parts).T
 
     def inputs(self, rows_NC: Tensor) -> dict[str, Tensor]:
-        """Return the inputs of the model, [1, N] or [3, 1, N] by name, for integers of N tokens."""
+        """Return the inputs of the model by name, [1, N] or [axes, 1, N], given N tokens."""
         inputs = {}
         first = 0
         for name, column in self.columns.items():
@@ -65,17 +65,17 @@ class PaddedBatch:
 
 
 SequenceSummary = tuple[tuple[int, ...], tuple[Hashes, ...] | None, GivenImages | None]
-"""Lengths of a rank's sequences, their hashes if equal beginnings are shared, and their images if
-the model takes any."""
+"""Lengths of a rank's sequences, their hashes with prefix sharing, and their images if the model
+takes any."""
 
 
 @dataclass(frozen=True, eq=False)
 class Sequences:
     """The sequences of a padded batch, on the host."""
 
-    firsts: NDArray[np.int64]  # [B] column of each sequence's first token
-    lengths: NDArray[np.int64]  # [B] number of tokens of each sequence
-    hashes: tuple[Hashes, ...] | None = None  # of each sequence, if equal beginnings are shared
+    firsts: IntArray  # [B] column of each sequence's first token
+    lengths: IntArray  # [B] number of tokens of each sequence
+    hashes: tuple[Hashes, ...] | None = None  # of each sequence, with prefix sharing
     images: GivenImages | None = None
 
     @property
@@ -133,9 +133,7 @@ def read_sequences(
     return Sequences(firsts, lengths, hashes, images)
 
 
-def _hashes(
-    batch: PaddedBatch, firsts: NDArray[np.int64], lengths: NDArray[np.int64]
-) -> tuple[Hashes, ...]:
+def _hashes(batch: PaddedBatch, firsts: IntArray, lengths: IntArray) -> tuple[Hashes, ...]:
     """Return the hashes of each sequence, which depend on all integers and images of its tokens."""
     tokens_BLC = batch.integers().unflatten(0, batch.mask.shape).cpu().numpy()
     hashes = []
@@ -152,16 +150,16 @@ class _Route:
     """Rows of a padded batch, and rows that the rank holds, in the order in which they travel."""
 
     padded_rows: Tensor  # rows of the padded batch, by the rank that they go to
-    held_rows: Tensor  # rows that this rank holds, by the rank that they come from
+    rank_rows: Tensor  # rows that this rank holds, by the rank that they come from
     sent: list[int]  # [ranks] padded rows that go to each rank
-    received: list[int]  # [ranks] held rows that come from each rank
+    received: list[int]  # [ranks] rows that come from each rank
 
 
 class RowTravel:
     """Travel of rows between padded batches and the micro-batches that compute them.
 
     Each row that ranks hold comes from one sequence, and goes back to every sequence that has it.
-    Rows of padding stay behind, and fillers come from nowhere: both are 0.
+    Rows of padding do not travel, and no row of a batch travels to a filler: both are 0.
 
     Args:
         planned: plans of the sequences of all ranks.
@@ -182,23 +180,23 @@ class RowTravel:
         self._sequences = sequences_of_rank
         self._device = device
         sequences = planned.sequences
-        held = planned.travelling(sequences.held)
-        read = planned.travelling(sequences.read)
-        # Whether any row travels to another rank: the same on every rank. The sequence that a row
-        # comes from reads it.
-        self._crosses = bool(np.any(read["source"] != read["rank"]))
-        held_here = on_rank(held, groups.rank)
-        rows = row_counts(held_here)
-        self.held_rows = int(rows.sum())
+        rank_rows = planned.travelling(sequences.rank_rows)
+        sequence_tokens = planned.travelling(sequences.sequence_tokens)
+        # Whether any row travels to another rank: the same on every rank. Each row of `rank_rows`
+        # is among `sequence_tokens`.
+        self._crosses = bool(np.any(sequence_tokens["source"] != sequence_tokens["rank"]))
+        entries = on_rank(rank_rows, groups.rank)
+        rows = row_counts(entries)
+        self.row_count = int(rows.sum())
         self.rows_of_micro_batches = np.bincount(
-            held_here["micro_batch"], weights=rows, minlength=len(sequences.plans)
+            entries["micro_batch"], weights=rows, minlength=len(sequences.plans)
         ).astype(int)
-        self._route_to_held = self._route(held)
-        self._route_to_padded = self._route_to_held
+        self._route_to_rank = self._route(rank_rows)
+        self._route_to_padded = self._route_to_rank
         self._rounds = None
         if sequences.shared_rows:
-            self._route_to_padded = self._route(read)
-            self._rounds = self._rounds_of(read)
+            self._route_to_padded = self._route(sequence_tokens)
+            self._rounds = self._rounds_of(sequence_tokens)
 
     def _route(self, rows: Table) -> _Route:
         """Return the route of rows of dtype TRAVELLING: both ends number them in this order."""
@@ -214,44 +212,44 @@ class RowTravel:
         # 2. Rows that arrive among the rows which this rank computes.
         arriving = self._arriving(rows)
         received = _counts(arriving["source"], row_counts(arriving), ranks)
-        held_rows = expand(arriving["offset"], row_counts(arriving))
+        rank_rows = expand(arriving["offset"], row_counts(arriving))
         return _Route(
             torch.from_numpy(padded_rows).to(self._device, non_blocking=True),
-            torch.from_numpy(held_rows).to(self._device, non_blocking=True),
+            torch.from_numpy(rank_rows).to(self._device, non_blocking=True),
             sent,
             received,
         )
 
     def _arriving(self, rows: Table) -> Table:
         """Return the entries of rows that this rank holds, by the rank that they come from."""
-        here = on_rank(rows, self._groups.rank)
-        arriving = here.compress(here["source"] != NO_RANK)
+        on_this_rank = on_rank(rows, self._groups.rank)
+        arriving = on_this_rank.compress(on_this_rank["source"] != NO_RANK)
         return arriving.take(np.argsort(arriving["source"], kind="stable"))
 
-    def _rounds_of(self, read: Table) -> list[Tensor]:
-        """Return the rounds in which gradients of a row's sequences are added up, with no wait."""
-        arriving = self._arriving(read)
-        held_rows = expand(arriving["offset"], row_counts(arriving))
+    def _rounds_of(self, sequence_tokens: Table) -> list[Tensor]:
+        """Return the rounds in which the gradients of a row, one of each sequence, are added up."""
+        arriving = self._arriving(sequence_tokens)
+        rank_rows = expand(arriving["offset"], row_counts(arriving))
         return [
             torch.from_numpy(entries).to(self._device, non_blocking=True)
-            for entries in rounds_of(held_rows)
+            for entries in rounds_of(rank_rows)
         ]
 
-    def to_held(self, padded_F: Tensor) -> Tensor:
-        """Return the rows [N, ...] that this rank holds, given rows [F, ...] of its batch."""
-        route = self._route_to_held
+    def to_rank(self, padded_F: Tensor) -> Tensor:
+        """Return the rows [N, ...] that this rank holds, from rows [F, ...] of padded batches."""
+        route = self._route_to_rank
         arrived = self._exchanged(
             padded_F.index_select(0, route.padded_rows), route.sent, route.received
         )
-        return arrived.new_zeros((self.held_rows, *arrived.shape[1:])).index_copy_(
-            0, route.held_rows, arrived
+        return arrived.new_zeros((self.row_count, *arrived.shape[1:])).index_copy_(
+            0, route.rank_rows, arrived
         )
 
-    def to_padded(self, held_N: Tensor) -> Tensor:
-        """Return the rows [F, ...] of the padded batch, given rows [N, ...] that ranks hold."""
+    def to_padded(self, rank_N: Tensor) -> Tensor:
+        """Return the rows [F, ...] of the padded batch, from rows [N, ...] that ranks hold."""
         route = self._route_to_padded
         arrived = self._exchanged(
-            held_N.index_select(0, route.held_rows), route.received, route.sent
+            rank_N.index_select(0, route.rank_rows), route.received, route.sent
         )
         return arrived.new_zeros((self.shape.numel(), *arrived.shape[1:])).index_copy_(
             0, route.padded_rows, arrived
@@ -264,23 +262,23 @@ class RowTravel:
         Gradients of all sequences that read a row are added up, in a fixed order.
         """
         if self._rounds is None:
-            return self.to_held(padded_F)
+            return self.to_rank(padded_F)
         route = self._route_to_padded
         arrived = self._exchanged(
             padded_F.index_select(0, route.padded_rows), route.sent, route.received
         )
         sums = arrived.new_zeros(
-            (self.held_rows, *arrived.shape[1:]),
+            (self.row_count, *arrived.shape[1:]),
             dtype=torch.promote_types(arrived.dtype, torch.float32),
         )
         for entries in self._rounds:
             sums.index_add_(
-                0, route.held_rows[entries], arrived.index_select(0, entries).to(sums.dtype)
+                0, route.rank_rows[entries], arrived.index_select(0, entries).to(sums.dtype)
             )
         return sums.to(arrived.dtype)
 
     def _exchanged(self, rows: Tensor, sent: list[int], received: list[int]) -> Tensor:
-        """Return the rows that arrive here, by the rank that they come from."""
+        """Return the rows that this rank receives, by the rank that they come from."""
         if not self._crosses:
             return rows
         self._groups.check_open()
@@ -293,7 +291,7 @@ class RowTravel:
         return arriving
 
 
-def _counts(ranks: NDArray[np.int64], rows: NDArray[np.int64], number_of_ranks: int) -> list[int]:
+def _counts(ranks: IntArray, rows: IntArray, number_of_ranks: int) -> list[int]:
     counts: list[int] = (
         np.bincount(ranks, weights=rows, minlength=number_of_ranks).astype(int).tolist()
     )
@@ -361,8 +359,10 @@ class PaddedBatches:
         dispatcher: plans micro-batches, and binds and carries out their plans.
         count: is called with each batch that a model is about to train on.
         at_once: why a batch that a model trains on must be one micro-batch; None if it need not.
-        share_prefixes: whether equal beginnings of sequences are computed once.
+        share_prefixes: whether to compute an equal prefix of sequences once.
         image_model: how the model takes images; None if it takes none.
+        always_encodes: whether ranks encode fillers in micro-batches without images. ZeRO-3 would
+            take the last gradient of an encoder again that gets none.
     """
 
     def __init__(
@@ -373,9 +373,13 @@ class PaddedBatches:
         at_once: OneMicroBatch | None = None,
         share_prefixes: bool = False,
         image_model: ImageModel | None = None,
+        always_encodes: bool = False,
     ) -> None:
         self._share_prefixes = share_prefixes
         self.image_model = image_model
+        self._always: tuple[str, ...] = ()
+        if image_model is not None and always_encodes:
+            self._always = (image_model.modalities[0].name,)
         self.dispatcher = dispatcher
         self._count = count
         self._at_once = at_once
@@ -436,7 +440,7 @@ class PaddedBatches:
         ((batch, sequences),) = batch_of_rank
         # 2. Send the columns of the padded batch to the ranks that compute their rows.
         travel = RowTravel(planned, sequences, batch.mask.shape, groups, batch.mask.device)
-        rows_NC = travel.to_held(batch.integers())
+        rows_NC = travel.to_rank(batch.integers())
         # 3. Divide the rows that have arrived among the micro-batches, and bind their plans.
         sizes = travel.rows_of_micro_batches.tolist()
         micro_batches = []
@@ -457,9 +461,8 @@ class PaddedBatches:
         """
         plans = [bound.plan for _, bound in packed.micro_batches]
         if self._at_once is not None and len(plans) > 1:
-            settings = self.dispatcher.settings
             tokens = sum(int(plan.tokens.sum()) - plan.fillers for plan in plans)
-            limit = settings.ranks * settings.tokens_per_rank
+            limit = self.dispatcher.settings.capacity
             raise Batch.SEVERAL_MICRO_BATCHES.error(
                 tokens=tokens, limit=limit, **self._at_once._asdict()
             )
@@ -486,8 +489,9 @@ class PaddedBatches:
             lengths = [lengths for lengths, _, _ in sequences_of_ranks]
             hashes = [hashes for _, hashes, _ in sequences_of_ranks if hashes is not None]
             images = [images for _, _, images in sequences_of_ranks if images is not None]
+            hashes_of_ranks = hashes if self._share_prefixes else None
             planned = self._planner.submit(
-                plan_padded, lengths, settings, hashes if self._share_prefixes else None, images
+                plan_padded, lengths, settings, hashes_of_ranks, images, self._always
             )
         self._plans[key] = planned
         if len(self._plans) > self._plans_kept:

@@ -7,13 +7,13 @@ from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 from torch import Tensor
 
 from hf_distca.dispatch.recorder import Work
 from hf_distca.dispatch.rows import IndexBuffer, row_index
 from hf_distca.kernels import AttentionParams
 from hf_distca.plan import AttentionKind, MicroBatchPlan, Plan
+from hf_distca.plan.arrays import IntArray
 from hf_distca.plan.routes import ExchangedRows, Routes
 from hf_distca.planner.settings import PlanSettings
 
@@ -35,7 +35,7 @@ class RemoteRows:
         self.k_count = len(k_rows)
 
 
-def _rows_sent_to(worker: int, messages: ExchangedRows) -> NDArray[np.int64]:
+def _rows_sent_to(worker: int, messages: ExchangedRows) -> IntArray:
     """Return the local rows that a rank sends to one worker."""
     return np.split(messages.send_rows, np.cumsum(messages.send_counts))[worker]
 

@@ -49,7 +49,7 @@ class IndexBuffer:
         self._host_B = self._device_B = torch.empty(0, dtype=torch.uint8)
         self._used = 0
 
-    def place(self, numbers: NDArray[np.int64] | NDArray[np.int32]) -> Tensor:
+    def place(self, numbers: IntArray | NDArray[np.int32]) -> Tensor:
         """Return the device tensor for the numbers, with their shape [N] and dtype."""
         dense: NDArray[Any] = np.ascontiguousarray(numbers)
         if self._used + max(dense.nbytes, 1) > len(self._host_B):

@@ -29,8 +29,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from hf_distca.dispatch.checkpoints import ForwardResults, KeptResults
 from hf_distca.dispatch.exchange import Exchange, ExchangeBuffer, Route, bound_route
+from hf_distca.dispatch.kept_results import ForwardResults, KeptResults
 from hf_distca.dispatch.recorder import NOT_MEASURED, Recorder, Work
 from hf_distca.dispatch.rows import IndexBuffer, RowSum
 from hf_distca.plan import Direction, Layout
@@ -148,8 +148,8 @@ class _Exchange:
         self._recorder = recorder
         self._nano_batch = nano_batch
         self._layer = getattr(module, "layer_idx", None)
-        # A checkpointed forward keeps what it received, so that the recomputation does not exchange
-        # again.
+        # A forward under activation checkpointing keeps what it received: the recomputation then
+        # exchanges nothing.
         self.results = ForwardResults(kept, (module, nano_batch, name), training=module.training)
         self._buffer: ExchangeBuffer
 

@@ -2,7 +2,7 @@
 
 The real step runs on fake tensors, and its memory is counted.
 
-The count includes the effects of model, adapters, autocast and checkpoints, since the real code
+The count includes the effects of model, adapters, autocast and checkpointing, since the real code
 runs.
 
 Shape suffixes: T local rows, H query heads, G key/value heads, D head dim of queries and keys, E
@@ -20,8 +20,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.hooks import RemovableHandle
 
 from hf_distca.dispatch.bound import BoundPlan, Runtime
-from hf_distca.dispatch.checkpoints import is_recomputation
 from hf_distca.dispatch.core_attention import disaggregated_attention
+from hf_distca.dispatch.kept_results import is_recomputation
 from hf_distca.dispatch.recorder import Recorder
 from hf_distca.dispatch.rows import IndexBuffer
 from hf_distca.kernels import KERNELS, AttentionParams
@@ -58,7 +58,7 @@ class Peaks(NamedTuple):
     """Bytes by part at the peak of a micro-batch."""
 
     on_device: dict[Part, int]
-    # Where all layers have checkpoints, and they are offloaded: see `offloaded_layers`.
+    # Where all layers are checkpointed, and the checkpoints are offloaded: see `offloaded_layers`.
     offloaded: dict[Part, int]
 
 

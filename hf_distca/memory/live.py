@@ -25,7 +25,7 @@ Part = Kept | Made
 """
 
 OFFLOADED: tuple[Part, ...] = ("activations", "kept O")
-"""Parts that checkpoints of layers keep, which may be on the host."""
+"""Parts that activation checkpoints keep, which may be on the host."""
 BESIDE_THE_PEAK: tuple[Part, ...] = ("host", "exchange buffers")
 """Parts that do not decide when the peak is.
 
@@ -44,8 +44,8 @@ class LiveMemory(TorchDispatchMode):
     Args:
         repetitions: how often a deeper model has the tensors again that are made while `repeats` is
             set. The peak is the deeper model's.
-        offloaded: how many times the host holds what repeated tensors of checkpoints take, where
-            checkpoints of layers are offloaded.
+        offloaded: how many times the host holds what repeated tensors of activation checkpoints
+            take, where activation checkpoints are offloaded.
     """
 
     def __init__(self, repetitions: float = 0, offloaded: float = 0) -> None:
@@ -66,7 +66,7 @@ class LiveMemory(TorchDispatchMode):
 
     @property
     def offloaded_peak(self) -> Counter[Part]:
-        """Bytes by part at that moment, where checkpoints of layers are offloaded."""
+        """Bytes by part at that moment, where activation checkpoints of layers are offloaded."""
         return self._peaks[1].parts
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -152,7 +152,8 @@ class _Peak:
     """Moment of the largest total.
 
     Attributes:
-        offloaded: how many times the host holds what repeated tensors of checkpoints take.
+        offloaded: how many times the host holds what repeated tensors of activation checkpoints
+            take.
         most: bytes that decide when the peak is, at the peak.
         parts: bytes by part.
     """

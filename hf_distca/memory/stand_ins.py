@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_distca.dispatch.checkpoints import KeptResults
 from hf_distca.dispatch.exchange import Exchange, ExchangeBuffer, Route
+from hf_distca.dispatch.kept_results import KeptResults
 from hf_distca.dispatch.waits import Waits
 from hf_distca.kernels.versions import TorchVarlenKernel
 from hf_distca.memory.live import LiveMemory

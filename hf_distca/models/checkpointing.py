@@ -1,6 +1,6 @@
-"""Checkpoints of a model's layers, under the names of the installed version of transformers."""
+"""Activation checkpointing, under the names of the installed version of transformers."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from torch import nn
@@ -17,29 +17,29 @@ LSE_BYTES = 4
 def enable_checkpointing(
     model: nn.Module, options: dict[str, Any] | None = None, **kwargs: Any
 ) -> None:
-    """Turn on checkpoints of layers.
+    """Turn on activation checkpointing of layers.
 
     Args:
-        options: options of torch's checkpoints, as transformers takes them.
+        options: options of torch's checkpointing, as transformers takes them.
         kwargs: further arguments of transformers' method.
     """
     getattr(model, f"{CHECKPOINTING}_enable")(options, **kwargs)
 
 
 def disable_checkpointing(model: nn.Module) -> None:
-    """Turn off checkpoints of layers."""
+    """Turn off activation checkpointing of layers."""
     getattr(model, f"{CHECKPOINTING}_disable")()
 
 
 def is_checkpointing(model: nn.Module) -> bool:
-    """Return whether checkpoints of layers are turned on."""
+    """Return whether activation checkpointing is turned on."""
     return bool(getattr(model, f"is_{CHECKPOINTING}"))
 
 
 def checkpointing_options(args: Any) -> dict[str, Any] | None:
-    """Return the options with which a trainer's arguments turn on checkpoints.
+    """Return the options with which a trainer's arguments turn on activation checkpointing.
 
-    None if they turn none on.
+    None if they turn it off.
     """
     if not getattr(args, CHECKPOINTING):
         return None
@@ -47,10 +47,11 @@ def checkpointing_options(args: Any) -> dict[str, Any] | None:
 
 
 def move_default(args: Any) -> None:
-    """Move a default of the earlier setting of checkpoints to the later setting.
+    """Move a default of the earlier setting of activation checkpointing to the later setting.
 
-    Another library may turn on checkpoints by default, under the earlier name. transformers would
-    warn of that name, which nobody has written. A value that somebody gave stays there.
+    Another library may turn on activation checkpointing by default, under the earlier name.
+    transformers would warn of that name, which nobody has written. A value that a user set stays
+    there.
     """
     default = type(args).__dataclass_fields__[EARLIER].default
     is_default = default is not None and args.gradient_checkpointing == default
@@ -65,7 +66,7 @@ def checkpoint_row_bytes(
     hidden_bytes: int,
     value_bytes: int,
 ) -> int:
-    """Return the most bytes that the checkpoint of a decoder layer keeps of a row.
+    """Return the most bytes of a row in the activation checkpoint of a decoder layer.
 
     These are the layer's input, and O and log-sum-exp of its core attention.
 
@@ -79,8 +80,16 @@ def checkpoint_row_bytes(
     return hidden * hidden_bytes + results
 
 
+def checkpointed_layers(model: nn.Module, options: Mapping[str, Any] | None) -> int:
+    """Return how many decoder layers have checkpoints, by transformers' options for them."""
+    if options is None:
+        return 0
+    layers = len(decoder_layers(base_model(model)))
+    return -(-layers // int(options.get("every_n_layers", 1)))
+
+
 def layers_with_checkpoints(model: nn.Module) -> int:
-    """Return how many decoder layers of a model have checkpoints now."""
+    """Return how many decoder layers of a model have activation checkpointing now."""
     if not is_checkpointing(model):
         return 0
     layers = decoder_layers(base_model(model))
@@ -88,8 +97,8 @@ def layers_with_checkpoints(model: nn.Module) -> int:
 
 
 def offloaded_layers(layers: int) -> int:
-    """Return how many of a model's checkpointed layers can have their checkpoints on the host.
+    """Return how many layers can have their activation checkpoints on the host.
 
-    The last layers' checkpoints stay on the device, because the backward begins with them.
+    Those of the last layers stay on the device, because the backward begins with them.
     """
     return max(layers - BUFFERS, 0)

@@ -38,7 +38,7 @@ def describe_run(
     With `config.attention_kernel="auto"` the kernel is chosen here, and rank 0 logs the choice.
 
     Args:
-        model: A model that was loaded with `attn_implementation="distca"`.
+        model: A loaded model of transformers, or PEFT's around one.
         config: Settings for packing and balancing.
         ranks: Number of ranks that train together.
         device: Device of this rank.
@@ -50,11 +50,12 @@ def describe_run(
         facts: Further facts of the launch, as fields of RunSpec.
 
     Raises:
-        ValueError: The model cannot be planned, has no layers for `config.ping_pong`, the kernel
-            does not support its attention, or the nodes do not add up to the number of ranks.
+        ValueError: The model cannot be planned, has no layers for ping-pong that `config.planning`
+            asks for, the kernel does not support its attention, or the nodes do not add up to the
+            number of ranks.
         ImportError: The package of the kernel is not installed.
     """
-    check_model(model, ping_pong=config.ping_pong is True)
+    check_model(model, ping_pong=config.planning.ping_pong is True)
     model = base_model(model)
     layout = document_layout(model, config)
     dtype = model.dtype if dtype is None else dtype

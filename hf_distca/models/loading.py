@@ -20,6 +20,7 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
 )
 
+from hf_distca.models.decoder import base_model
 from hf_distca.plan import ATTENTION_NAME
 
 logger = logging.getLogger(__name__)
@@ -35,14 +36,11 @@ def load_model(name: str, options: Mapping[str, Any]) -> PreTrainedModel:
     """Load a causal language model, with its towers if its checkpoint has any.
 
     Args:
-        options: arguments of `from_pretrained`; attention is planned in any case.
+        options: arguments of `from_pretrained`.
     """
     config = _config_of(name, options)
     auto: Any = AutoModelForCausalLM if config is None else auto_class(config)
-    attention = planned_attention(name, options)
-    model: PreTrainedModel = auto.from_pretrained(
-        name, **{"dtype": "float32", **options, "attn_implementation": attention}
-    )
+    model: PreTrainedModel = auto.from_pretrained(name, **{"dtype": "float32", **options})
     return model
 
 
@@ -59,16 +57,6 @@ def auto_class(config: PreTrainedConfig) -> Any:
     return AutoModelForCausalLM
 
 
-def planned_attention(name: str, options: Mapping[str, Any]) -> str | dict[str, str]:
-    """Return `attn_implementation` for a model that is loaded by name.
-
-    Args:
-        options: arguments of `from_pretrained`.
-    """
-    config = _config_of(name, options)
-    return ATTENTION_NAME if config is None else attention_of(config)
-
-
 def attention_of(config: PreTrainedConfig) -> str | dict[str, str]:
     """Return `attn_implementation` for a model of a config."""
     text = config.get_text_config(decoder=True)
@@ -80,10 +68,11 @@ def attention_of(config: PreTrainedConfig) -> str | dict[str, str]:
 
 def plan_attention(model: PreTrainedModel) -> None:
     """Let a loaded model use planned attention in place of another."""
-    text = model.config.get_text_config(decoder=True)
+    base = base_model(model)
+    text = base.config.get_text_config(decoder=True)
     other = text._attn_implementation
     if other != ATTENTION_NAME:
-        model.set_attn_implementation(attention_of(model.config))
+        base.set_attn_implementation(attention_of(base.config))
         logger.info("attn_implementation=%r is now %r", other, ATTENTION_NAME)
 
 

@@ -29,7 +29,6 @@ from hf_distca.models.decoder import (
 from hf_distca.models.kinds import MIXING, layer_types
 from hf_distca.models.rotary_types import unknown_rotary_modules
 from hf_distca.models.tensor_parallel import is_divided_at_load
-from hf_distca.plan import ATTENTION_NAME
 
 CHANGING_MASKS = ("doge",)
 """Model types whose layers derive a mask of their own from the given mask."""
@@ -173,17 +172,6 @@ class ModelFacts:
         return " or ".join(map(repr, names))
 
     @property
-    def implementation(self) -> str:
-        """Name of the attention that the model runs."""
-        name: str = self.config._attn_implementation
-        return name
-
-    @property
-    def is_planned(self) -> bool:
-        """Whether the model runs planned attention."""
-        return self.implementation == ATTENTION_NAME
-
-    @property
     def has_own_mask(self) -> bool:
         """Whether layers change the mask that they are given."""
         return self.config.model_type in CHANGING_MASKS
@@ -323,6 +311,68 @@ def reads_earlier_keys(model: nn.Module) -> str | None:
         if getattr(module, "is_kv_shared_layer", False):
             return name
     return None
+
+
+def trained_towers(model: PreTrainedModel) -> list[str]:
+    """Return the trained parts of a model besides its text model and head, such as image towers."""
+    if model.config.get_text_config(decoder=True) is model.config:
+        return []
+    text_ids: set[int] = set()  # of parameters
+    for module in (
+        text_decoder(model),
+        model.get_input_embeddings(),
+        model.get_output_embeddings(),
+    ):
+        if module is not None:
+            text_ids.update(id(parameter) for parameter in module.parameters())
+    towers: dict[str, None] = {}  # in the order of the model, each once
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and id(parameter) not in text_ids:
+            tower = ".".join(name.split(".")[:2])
+            towers[tower] = None
+    return list(towers)
+
+
+def text_trains_all(model: PreTrainedModel) -> bool:
+    """Return whether text surely gives every trained parameter of a model a gradient.
+
+    The model has no trained towers. Text does so in transformers' own models; in one of a user
+    nobody knows. Two things may leave parameters out: layers that are skipped at random, and parts
+    with a config of their own in a model that has no text model apart from them.
+    """
+    is_of_transformers = type(model).__module__.startswith("transformers.models.")
+    text_config = model.config.get_text_config(decoder=True)
+    skips_layers = any(value for name, value in vars(text_config).items() if "layerdrop" in name)
+    has_unknown_parts = text_config is model.config and bool(model.config.sub_configs)
+    return is_of_transformers and not skips_layers and not has_unknown_parts
+
+
+def transposed_adapters(model: nn.Module) -> list[str]:
+    """Return the names of trained weights that are transposed views.
+
+    PEFT makes them for a LoRA of tied embeddings.
+    """
+    return [
+        name
+        for name, weight in model.named_parameters()
+        if weight.requires_grad and not weight.is_contiguous()
+    ]
+
+
+def tied_in(model: Any, wrapper: str) -> list[str]:
+    """Return the names of embeddings that share a weight and that PEFT wraps.
+
+    Args:
+        wrapper: name of PEFT's class around the embedding of the input or of the output.
+    """
+    if not getattr(model.config.get_text_config(decoder=True), "tie_word_embeddings", False):
+        return []
+    embeddings = {id(model.get_input_embeddings()), id(model.get_output_embeddings())}
+    return [
+        name
+        for name, module in model.named_modules()
+        if id(module) in embeddings and type(module).__name__ == wrapper
+    ]
 
 
 def check_is_model(model: Any) -> None:

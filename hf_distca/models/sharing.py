@@ -1,10 +1,8 @@
-"""Why a model computes equal beginnings of sequences once for each sequence.
-
-Each sequence is then computed alone, and results are as they would be without sharing.
-"""
+"""Models and trainings whose results prefix sharing would change: they share no prefixes."""
 
 import inspect
 import re
+from typing import Any
 
 from torch import nn
 from transformers.utils.logging import get_logger
@@ -27,24 +25,24 @@ ROUTER_COUNTS = "the router's auxiliary loss counts rows; router_aux_loss_coef=0
 
 
 def shares_prefixes(config: DistCAConfig, reason: str | None, rank: int) -> bool:
-    """Return whether equal beginnings are computed once; rank 0 logs once why not.
+    """Return whether to share prefixes; rank 0 logs once why not.
 
     Args:
-        reason: why computing them once would change results; None if it would not.
+        reason: why prefix sharing would change results; None if it would not.
     """
     if config.share_prefixes and reason is not None:
-        log_alone(reason, rank)
+        log_no_sharing(reason, rank)
     return config.share_prefixes and reason is None
 
 
-def log_alone(reason: str, rank: int) -> None:
-    """Log once, on rank 0, why equal beginnings are computed for each sequence."""
+def log_no_sharing(reason: str, rank: int) -> None:
+    """Log once, on rank 0, why no prefixes are shared."""
     if rank == 0:
-        logger.info_once(f"equal beginnings are not shared: {reason}")
+        logger.info_once(f"prefixes are not shared: {reason}")
 
 
-def why_sequences_stay_alone(model: nn.Module) -> str | None:
-    """Return the reason why prefix sharing would change hidden states; None without a reason."""
+def why_sequences_share_nothing(model: nn.Module) -> str | None:
+    """Return the reason why prefix sharing would change hidden states; None without one."""
     if all_mixing_modules(model):
         return "some layers mix rows otherwise than by attention"
     if rotary_modules(base_model(model)):
@@ -55,10 +53,10 @@ def why_sequences_stay_alone(model: nn.Module) -> str | None:
     return None
 
 
-def why_documents_stay_alone(model: nn.Module) -> str | None:
-    """Return the reason why prefix sharing would change losses; None without a reason."""
+def why_documents_share_nothing(model: nn.Module) -> str | None:
+    """Return the reason why prefix sharing would change a model's losses; None without one."""
     base = base_model(model)
-    reason = why_sequences_stay_alone(model)
+    reason = why_sequences_share_nothing(model)
     if reason is not None:
         return reason
     if getattr(base.config.get_text_config(), "output_router_logits", False):
@@ -68,8 +66,23 @@ def why_documents_stay_alone(model: nn.Module) -> str | None:
     return why_not_row_by_row(type(base), "forward")
 
 
+def why_training_shares_nothing(trainer: Any) -> str | None:
+    """Return the reason why prefix sharing would change a training; None without one."""
+    reason = why_documents_share_nothing(trainer.model)
+    if reason is not None:
+        return reason
+    if getattr(trainer.args, "neftune_noise_alpha", None):
+        return "the noise of neftune_noise_alpha is drawn for each row"
+    # TRL asks for router logits by an argument of the forward.
+    if getattr(trainer, "aux_loss_enabled", False):
+        return ROUTER_COUNTS
+    return why_not_row_by_row(type(trainer), "compute_loss")
+
+
 def why_not_row_by_row(cls: type, method: str) -> str | None:
-    """Return why a loss may need a row and its target at the same place; None if it does not.
+    """Return why a loss may need each target beside its row; None if it does not.
+
+    With prefix sharing a row may have several targets, which are not beside the row.
 
     Args:
         method: name of the method that computes the loss.
@@ -82,7 +95,6 @@ def why_not_row_by_row(cls: type, method: str) -> str | None:
 
 
 def _drawn_for_each_row(model: nn.Module) -> str | None:
-    """Return what draws random numbers for each row in training; None if nothing does."""
     for name, module in model.named_modules():
         if isinstance(module, nn.Dropout) and module.p > 0:
             return f"the dropout {name}"

@@ -8,14 +8,14 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from hf_distca.batches.images import ImageModel
 from hf_distca.checks.batch_rules import Batch
 from hf_distca.collator.images import images_of
 from hf_distca.dispatch.padded_images import PaddedImages
-from hf_distca.plan.arrays import IntArray
-from hf_distca.plan.intervals import Table
+from hf_distca.plan.arrays import IntArray, Table
 from hf_distca.planner.images import IMAGE, PLACEHOLDERS
 
 
@@ -28,40 +28,35 @@ def read_padded_images(
         arguments: arguments of the model, by name.
 
     Returns:
-        The images; and [3, B, L] positions of tokens, or None where these are numbers of columns.
+        The images; and [axes, B, L] positions of tokens, or None where columns are counted.
 
     Raises:
         ValueError: The placeholders among the tokens do not fit the images.
     """
     fields = {
-        name: arguments[name] for name in sorted(model.fields) if arguments.get(name) is not None
+        # NumPy has no bfloat16.
+        name: values.float().cpu().numpy() if values.is_floating_point() else values.cpu().numpy()
+        for name in sorted(model.fields)
+        if (values := arguments.get(name)) is not None
     }
-    positions_3BL: Tensor | None = None
-    if model.positions_of is not None:
-        numbers_L = torch.arange(mask_BL.shape[1], device=mask_BL.device)
-        positions_3BL = numbers_L.expand(3, *mask_BL.shape)
+    columns_L = torch.arange(mask_BL.shape[1], device=mask_BL.device)
+    text_positions = model.positions(np.zeros(1, np.int64), {})
+    axes = len(text_positions) if text_positions.ndim == 2 else 0
+    positions_ABL = columns_L.expand(axes, *mask_BL.shape) if axes else None
     if not fields:
         none = np.zeros(0, IMAGE), np.zeros(0, PLACEHOLDERS)
-        return PaddedImages(model, rank, {}, *none), positions_3BL
+        return PaddedImages(model, rank, {}, *none), positions_ABL
     is_token_BL = mask_BL.cpu().numpy() != 0
     ids_BL = arguments["input_ids"].long().cpu().numpy()
-    lengths = is_token_BL.sum(1)
-    # Sizes are read here, and pixels stay on the device.
-    example: dict[str, Any] = {
-        name: fields[name].cpu().numpy() if name == modality.sizes else fields[name]
-        for modality in model.modalities
-        for name in modality.fields
-        if name in fields
-    }
-    images, placeholders = images_of(example, ids_BL[is_token_BL], model, "a padded batch")
-    _count_in_sequences(images, placeholders, lengths)
+    images, placeholders = images_of(fields, ids_BL[is_token_BL], model, "a padded batch")
+    _count_in_sequences(images, placeholders, is_token_BL.sum(1))
     padded = PaddedImages(model, rank, fields, images, placeholders)
-    if positions_3BL is None:
+    if positions_ABL is None:
         return padded, None
-    positions = positions_3BL.cpu().numpy().copy()
+    positions = positions_ABL.cpu().numpy().copy()
     for sequence in np.unique(images["document"]).tolist():
         tokens = ids_BL[sequence][is_token_BL[sequence]]
-        own = _sizes_of(example, model, images.compress(images["document"] == sequence))
+        own = _fields_of(fields, model, images.compress(images["document"] == sequence))
         positions[:, sequence, is_token_BL[sequence]] = model.positions(tokens, own)
     return padded, torch.from_numpy(positions).to(mask_BL.device)
 
@@ -83,10 +78,13 @@ def _count_in_sequences(images: Table, placeholders: Table, lengths: IntArray) -
         placeholders[bound] -= (stops - lengths)[sequences]
 
 
-def _sizes_of(example: Mapping[str, Any], model: ImageModel, images: Table) -> dict[str, Any]:
-    """Return the sizes of some images of a batch, by the name of their field."""
-    return {
-        modality.sizes: example[modality.sizes][images["index"][images["modality"] == number]]
-        for number, modality in enumerate(model.modalities)
-        if modality.sizes in example
-    }
+def _fields_of(
+    fields: Mapping[str, NDArray[Any]], model: ImageModel, images: Table
+) -> dict[str, NDArray[Any]]:
+    """Return the fields of some images of a batch."""
+    selected: dict[str, NDArray[Any]] = {}
+    for number, modality in enumerate(model.modalities):
+        own = images["index"][images["modality"] == number].tolist()
+        if own:
+            selected |= modality.select(fields, own)
+    return selected

@@ -21,7 +21,7 @@ from transformers import Cache
 
 from hf_distca.checks.model_rules import Models
 from hf_distca.dispatch.bound import BoundPlan
-from hf_distca.dispatch.checkpoints import Checkpoints, checkpoints_around
+from hf_distca.dispatch.kept_results import Checkpoints, checkpoints_around
 from hf_distca.models.decoder import mixing_modules, stock_forward
 from hf_distca.models.mixing_modules import LIGHTNING, functions
 from hf_distca.patches.mixing_functions import MixingCall, lightning_attention, planned_functions
@@ -43,7 +43,7 @@ DOCUMENTS: Parts = ("a mixing module's", "this model cannot train with planned a
 _running: ContextVar[tuple[BoundPlan, Checkpoints] | None] = ContextVar(
     "decoder layer that runs", default=None
 )
-"""Plan of the running layer, and the checkpoints around the layer."""
+"""Plan of the running layer, and the activation checkpoints around the layer."""
 
 
 @contextmanager

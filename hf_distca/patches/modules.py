@@ -4,7 +4,7 @@ They have a subclass with the name of their class, and methods that are not trac
 has its own class again: who loads it gets the model as it was before hf_distca changed it.
 
 Core attention of a planned step changes with every plan. If torch.compile traced it, each
-micro-batch would compile it again, in dozens of pieces. Each call is therefore one break between
+micro-batch would compile it again, in dozens of parts. Each call is therefore one break between
 compiled graphs. Projections and position embedding are before the break; output projection, norms
 and MLP follow it.
 

@@ -1,4 +1,4 @@
-"""Checkpoints of decoder layers whose tensors go to the host in planned steps.
+"""Activation checkpoints of decoder layers whose tensors go to the host in planned steps.
 
 The functions that checkpoint layers are wrapped when the decoder runs: transformers sets them when
 training begins, and trainers of TRL set them again after each generation. The plan brings the
@@ -15,7 +15,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from transformers import PreTrainedModel
 
 from hf_distca.dispatch.bound import BoundPlan
-from hf_distca.dispatch.checkpoints import checkpoints_around, is_recomputation
+from hf_distca.dispatch.kept_results import checkpoints_around, is_recomputation
 from hf_distca.models.decoder import base_model, text_decoder
 from hf_distca.patches.modules import uncompiled
 from hf_distca.plan import PLAN_KEY
@@ -25,12 +25,12 @@ FUNCTIONS = ("_gradient_checkpointing_func", "checkpoint_fn")
 
 
 def offload_checkpoints(model: PreTrainedModel) -> None:
-    """Let the checkpoints of a model's decoder layers go to the host in planned steps, in place."""
+    """Let activation checkpoints of decoder layers go to the host in planned steps, in place."""
     decoder = text_decoder(base_model(model))
     decoder.register_forward_pre_hook(_wrap_checkpoints, with_kwargs=True)
 
 
-@uncompiled("checkpoints are wrapped before the decoder runs")
+@uncompiled("activation checkpoints are wrapped before the decoder runs")
 def _wrap_checkpoints(decoder: nn.Module, _args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Wrap the functions that checkpoint a decoder's layers, before a planned forward."""
     wrap_checkpoints(decoder, kwargs.get(PLAN_KEY))
@@ -57,7 +57,7 @@ class OffloadedCheckpoint:
 
     checkpoint: Callable[..., Any]
 
-    @uncompiled("checkpoints go to the host; compile the modules inside a decoder layer")
+    @uncompiled("activation checkpoints go to the host; compile the modules inside a decoder layer")
     def __call__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run a layer in a checkpoint.
 

@@ -152,10 +152,10 @@ class PackedBackbone(nn.Module):
         others = {*model.fields, TOKEN_TYPES}
         batch = _padded_batch({k: v for k, v in arguments.items() if k not in others})
         rank = self.batches.dispatcher.groups.rank
-        images, positions_3BL = read_padded_images(arguments, model, batch.mask, rank)
+        images, positions_ABL = read_padded_images(arguments, model, batch.mask, rank)
         columns = dict(batch.columns)
-        if positions_3BL is not None and arguments.get("position_ids") is None:
-            columns["position_ids"] = positions_3BL
+        if positions_ABL is not None and arguments.get("position_ids") is None:
+            columns["position_ids"] = positions_ABL
         return PaddedBatch(columns, batch.mask, images)
 
 

@@ -45,6 +45,7 @@ def prepare_model(model: "PreTrainedModel", run: "RunSpec") -> None:
         ValueError: the model lacks the modules that a setting changes.
     """
     from hf_distca.models.decoder import mixing_layers
+    from hf_distca.models.loading import plan_attention
     from hf_distca.patches.attention import PREPARED, distca_attention, distca_mask
     from hf_distca.patches.chunked_mlp import chunk_layers
     from hf_distca.patches.encoders import plan_encoders
@@ -55,6 +56,7 @@ def prepare_model(model: "PreTrainedModel", run: "RunSpec") -> None:
     for module in model.modules():  # also those of towers, whose attention is not planned
         setattr(module, PREPARED, True)
     register(distca_attention, distca_mask)  # already imported: register them directly
+    plan_attention(model)
     plan_encoders(model)
     plan_rotary(model)  # before the layers, which may own rotary embeddings
     if run.plans.may_ping_pong or mixing_layers(model):

@@ -121,11 +121,12 @@ class _PlannedRotary(nn.Module):
             else:
                 chosen_lengths.append(chosen_length)
                 sizes.append(rows)
-        # 2. Compute each group of rows with a copy of this module that has their frequencies.
+        # 2. Compute the rows of each of these segments with a copy of this module that has the
+        #    segment's frequencies.
         forward = inspect.unwrap(stock_forward(self))  # without the choice of frequencies
         results: list[Any] = []
-        positions_of_groups = position_ids.split(sizes, -1)
-        for chosen_length, positions in zip(chosen_lengths, positions_of_groups, strict=True):
+        positions_of_segments = position_ids.split(sizes, -1)
+        for chosen_length, positions in zip(chosen_lengths, positions_of_segments, strict=True):
             rotary = _with_frequencies(self, chosen_length, x.device, **options)
             results.append(forward(rotary, x, positions, **options))
         if len(results) == 1:

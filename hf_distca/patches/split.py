@@ -22,7 +22,7 @@ Sizes = tuple[int, ...]
 """Rows of each part, in row order."""
 Parts = tuple[str, str]
 """Whose arguments are divided, and the remedy if they cannot be divided, for error messages."""
-NANO_BATCHES: Parts = ("the decoder layer's", "set ping_pong=False for this model")
+NANO_BATCHES: Parts = ("the decoder layer's", "set planning={'ping_pong': False} for this model")
 CACHED = "a planned step cannot use cached keys and values; set model.config.use_cache = False"
 
 PLAIN = (bool, int, float, str, type(None), DeferredMask)
@@ -218,15 +218,15 @@ class ThreadState:
         Self is the state around its layer.
 
         Raises:
-            ValueError: a checkpoint or offloading context inside the layer is open: it would also
-                take the other nano-batch's saved tensors.
+            ValueError: an activation checkpoint or offloading context inside the layer is open: it
+                would also take the other nano-batch's saved tensors.
         """
         state_inside = ThreadState(self._device_type)
         if state_inside._saved_tensors != self._saved_tensors:
             raise ValueError(
                 "a decoder layer has a checkpoint, or a context that handles saved tensors, around "
                 "its attention, and ping-pong cannot pause inside it; put it around the whole "
-                "layer, or set ping_pong=False"
+                "layer, or set planning={'ping_pong': False}"
             )
         return state_inside
 

@@ -1,7 +1,7 @@
 """Rows with several targets: a decoder returns a row once for each of its targets.
 
-Documents that begin alike share rows, and each document may have a target of its own there. The
-head, the loss and its labels then have one row for each target, and none for other rows.
+Documents that share a prefix share its rows, and each document may have its own target of such a
+row. The head, the loss and its labels then have one row for each target, and none for other rows.
 
 Shape suffixes: R rows of this rank, T targets, D hidden size.
 """

@@ -5,3 +5,5 @@ from numpy.typing import NDArray
 
 IntArray = NDArray[np.int64]
 FloatArray = NDArray[np.float64]
+Table = NDArray[np.void]
+"""Entries of a structured dtype; each field is a column."""

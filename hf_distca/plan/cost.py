@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import numpy as np
-from numpy.typing import NDArray
 
 from hf_distca.plan import AttentionKind
+from hf_distca.plan.arrays import FloatArray, IntArray
 
 BALANCE_TOLERANCE = 0.01
 """Default for how far above the mean a worker's attention may lie, as a fraction of the mean; below
@@ -16,8 +16,8 @@ it bytes still grow, while the time of a step no longer changes measurably."""
 MOST_TOKENS = 2**31 - 1
 """Maximum number of tokens whose query-key pairs fit into 64 bits."""
 
-Rows = TypeVar("Rows", int, NDArray[np.int64])
-Amount = TypeVar("Amount", float, NDArray[np.float64])
+Rows = TypeVar("Rows", int, IntArray)
+Amount = TypeVar("Amount", float, FloatArray)
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ def pairs(start: Rows | int, stop: Rows, window: int | None = None) -> Rows:
     return pair_count
 
 
-def _pairs_before(row: NDArray[np.int64] | int, window: int) -> Any:
+def _pairs_before(row: IntArray | int, window: int) -> Any:
     """Return the pairs of rows [0, row); beyond the window each row adds `window`."""
     ramp_rows = min(row, window) if isinstance(row, int) else np.minimum(row, window)
     return ramp_rows * (ramp_rows + 1) // 2 + (row - ramp_rows) * window
@@ -79,7 +79,7 @@ def row_reaching(amount: Amount, window: int | None = None) -> Amount:
     )
 
 
-def pairs_at(row: NDArray[np.float64], window: int | None = None) -> NDArray[np.float64]:
+def pairs_at(row: FloatArray, window: int | None = None) -> FloatArray:
     """Return pairs(0, row) for fractional rows: the inverse of row_reaching."""
     if window is None:
         return row * (row + 1) / 2
@@ -113,7 +113,7 @@ class Workers:
     def __len__(self) -> int:
         return len(self.speed)
 
-    def finishing(self, loads: NDArray[np.int64]) -> NDArray[np.float64]:
+    def finishing(self, loads: IntArray) -> FloatArray:
         """Return [workers] float64: when each worker finishes, for [workers] pairs."""
         return np.asarray(np.asarray(self.base_load) + loads / np.asarray(self.speed))
 
@@ -129,7 +129,7 @@ class Workers:
         return float(max(levels.min(), base[-1]))
 
 
-def as_lengths(lengths: Sequence[int] | NDArray[np.int64]) -> NDArray[np.int64]:
+def as_lengths(lengths: Sequence[int] | IntArray) -> IntArray:
     """Return any sequence of document lengths as [documents] int64.
 
     Raises:

@@ -10,16 +10,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from hf_distca.plan import Layout
-from hf_distca.plan.arrays import IntArray
-from hf_distca.plan.intervals import (
-    ROWS,
-    Table,
-    by_document,
-    expand,
-    overlaps,
-    row_counts,
-    table_of,
-)
+from hf_distca.plan.arrays import IntArray, Table
+from hf_distca.plan.intervals import ROWS, by_document, expand, overlaps, row_counts, table_of
 from hf_distca.plan.routes import ExchangedRows
 
 

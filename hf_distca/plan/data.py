@@ -9,7 +9,8 @@ from functools import cached_property
 from typing import Literal
 
 import numpy as np
-from numpy.typing import NDArray
+
+from hf_distca.plan.arrays import IntArray, Table
 
 PLAN_KEY = "distca_plan"
 """Key of the plan in a batch, and keyword that passes the plan from a model to its attention
@@ -84,31 +85,31 @@ class AttentionKind:
 
 @dataclass(frozen=True, eq=False)
 class Branches:
-    """Documents of a prefix tree that continue other documents.
+    """Branches of prefix trees: each document has its own rows after a prefix, its parent's path.
 
     The path of a document is all rows that it attends to: rows [0, start) of its parent's path, and
     then its own rows. Rows are numbered along the path, so that the first own row is `start`.
     """
 
-    parents: NDArray[np.int64]  # [documents] document that each one continues; -1 for none
-    starts: NDArray[np.int64]  # [documents] first own row; 0 without a parent
+    parents: IntArray  # [documents] document whose path each one continues; -1 for a root
+    starts: IntArray  # [documents] first own row; 0 without a parent
 
 
 @dataclass(frozen=True, eq=False)
 class Layout:
     """Placement of documents on ranks: which rank holds which rows of a nano-batch."""
 
-    lengths: NDArray[np.int64]
+    lengths: IntArray
     """[documents] one past the last row of each document. A document attends causally to its own
     rows and to the rows of its path before them only."""
-    segments: NDArray[np.void]
+    segments: Table
     """[segments] of dtype SEGMENT by (rank, offset): all rows of all documents, and of each rank
     [0, n), once."""
     ranks: int
-    branches: Branches | None = None  # None: no document continues another
+    branches: Branches | None = None  # None without prefix sharing
 
     @property
-    def tokens(self) -> NDArray[np.int64]:
+    def tokens(self) -> IntArray:
         """[ranks] int64: rows that each rank holds."""
         rows = self.segments["stop"] - self.segments["start"]
         return np.bincount(self.segments["rank"], weights=rows, minlength=self.ranks).astype(
@@ -122,16 +123,16 @@ class Layout:
         return bool(np.any(rows < self.own_lengths[self.segments["document"]]))
 
     @property
-    def own_lengths(self) -> NDArray[np.int64]:
+    def own_lengths(self) -> IntArray:
         """[documents] int64: rows of each document, without the rows of its path before it."""
         return self.lengths - self.own_starts
 
     @property
-    def own_starts(self) -> NDArray[np.int64]:
-        """[documents] int64: first row of each document; 0 for one that continues no other."""
+    def own_starts(self) -> IntArray:
+        """[documents] int64: first row of each document; 0 for a root."""
         return np.zeros_like(self.lengths) if self.branches is None else self.branches.starts
 
-    def of_rank(self, rank: int) -> NDArray[np.void]:
+    def of_rank(self, rank: int) -> Table:
         """Return the segments of one rank in the order of its rows."""
         return self.segments.compress(self.segments["rank"] == rank)
 
@@ -157,7 +158,7 @@ class Plan:
     """
 
     layout: Layout
-    tasks: NDArray[np.void]
+    tasks: Table
     workers: int
     window: int | None = None
     stage_rows: int | None = None
@@ -169,7 +170,7 @@ class NanoBatch:
     """One layout and the plans of every kind of attention layer on it."""
 
     # [documents] of the layout: index in the micro-batch; each is in one nano-batch only.
-    documents: NDArray[np.int64]
+    documents: IntArray
     layout: Layout
     plans: dict[AttentionKind, Plan]
 
@@ -232,11 +233,11 @@ class PlannedImages:
     order of their numbers.
     """
 
-    rows: NDArray[np.int64]  # [images] rows of features of each
-    encoders: NDArray[np.int64]  # [images] rank that encodes each
-    features: NDArray[np.void]  # of dtype FEATURES, by (rank, offset)
+    rows: IntArray  # [images] rows of features of each
+    encoders: IntArray  # [images] rank that encodes each
+    features: Table  # of dtype FEATURES, by (rank, offset)
 
-    def encoded_by(self, rank: int) -> NDArray[np.int64]:
+    def encoded_by(self, rank: int) -> IntArray:
         """Return the images that a rank encodes."""
         return np.flatnonzero(self.encoders == rank)
 
@@ -253,16 +254,14 @@ class MicroBatchPlan:
     summary: PlanSummary
     fillers: int = 0  # documents of one token that only keep ranks without rows in the exchanges
     choice: PlanChoice | None = None  # None if the settings left no choice
-    shared_rows: int = 0  # tokens that are not computed, because another document has them too
+    shared_rows: int = 0  # tokens that prefix sharing does not compute again
     # By modality, such as "image": what ranks encode; None if the micro-batch has text alone.
     images: Mapping[str, PlannedImages] | None = None
 
     @property
-    def tokens(self) -> NDArray[np.int64]:
+    def tokens(self) -> IntArray:
         """[ranks] int64: rows that each rank holds."""
-        total: NDArray[np.int64] = np.sum(
-            [nano.layout.tokens for nano in self.nano_batches], axis=0
-        )
+        total: IntArray = np.sum([nano.layout.tokens for nano in self.nano_batches], axis=0)
         return total
 
     @property

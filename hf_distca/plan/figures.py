@@ -6,9 +6,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from hf_distca.plan import ExchangeFigures, Plan
-from hf_distca.plan.arrays import IntArray
+from hf_distca.plan.arrays import IntArray, Table
 from hf_distca.plan.cost import RowBytes, pairs
-from hf_distca.plan.intervals import Table, row_counts
+from hf_distca.plan.intervals import row_counts
 from hf_distca.plan.moves import rows_to_move
 from hf_distca.plan.nodes import NETWORK_BANDWIDTH, NODE_BANDWIDTH
 

@@ -5,12 +5,9 @@ A table is a structured array with the fields document, start and stop, such as 
 """
 
 import numpy as np
-from numpy.typing import NDArray
 
 from hf_distca.plan import TASK
-from hf_distca.plan.arrays import IntArray
-
-Table = NDArray[np.void]
+from hf_distca.plan.arrays import IntArray, Table
 
 ROWS = np.dtype([("document", np.int64), ("start", np.int64), ("stop", np.int64)])
 """Rows [start, stop) of a document."""
@@ -62,7 +59,7 @@ def overlaps(table: Table, ordered: Table) -> tuple[IntArray, IntArray, IntArray
         ordered: disjoint entries by (document, start), which hold all rows of `table`.
 
     Returns:
-        For each piece, in the order of `table`: the index of its entry in `table`, the index of the
+        For each part, in the order of `table`: the index of its entry in `table`, the index of the
         entry in `ordered` that holds it, start and stop.
     """
     # (document, row) as one number: the last border up to a row begins the entry that holds it.
@@ -84,12 +81,12 @@ def joined(*tables: Table) -> Table:
 
 
 def cut_at(table: Table, ordered: Table) -> tuple[Table, Table]:
-    """Return a table cut as in `overlaps`, and the entry of `ordered` that holds each piece."""
+    """Return a table cut as in `overlaps`, and the entry of `ordered` that holds each part."""
     entry, holder, start, stop = overlaps(table, ordered)
-    pieces = table.take(entry)
-    pieces["start"] = start
-    pieces["stop"] = stop
-    return pieces, ordered.take(holder)
+    parts = table.take(entry)
+    parts["start"] = start
+    parts["stop"] = stop
+    return parts, ordered.take(holder)
 
 
 def union(tasks: Table) -> Table:

@@ -17,12 +17,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hf_distca.plan import TASK, Branches, Plan
-from hf_distca.plan.arrays import FloatArray, IntArray
+from hf_distca.plan.arrays import FloatArray, IntArray, Table
 from hf_distca.plan.cost import pairs
 from hf_distca.plan.intervals import (
     ROW_LIMIT,
     ROWS,
-    Table,
     by_document,
     ceil_div,
     cut_at,
@@ -57,9 +56,9 @@ The queries lie in one segment. They read K/V rows from `keys_start` on to their
 below `keys_stop` are sent to the worker, the others are read in place. With full attention a local
 task reads keys of its segment in place. With a window it reads all keys in place or none.
 """
-PIECE = 128
-"""Least rows of a piece, a kernel block: rows that several ranks of a node read are divided among
-them in pieces."""
+LEAST_PART = 128
+"""Least rows, a kernel block, of the parts into which rows that several ranks of a node read are
+divided."""
 PARTS = 8
 """Inverse of the share of a stage by which it may exceed its rows, and below which rows of a path
 stay together."""
@@ -129,15 +128,15 @@ def rows_by_stage(first_hop: Table, second_hop: Table, ranks: int) -> IntArray:
 
 def _moves_from_segments(rows: Table, segments: Table) -> tuple[Table, Table]:
     """Return moves of rows to their workers, and the segment in which the rows of each move lie."""
-    pieces, segment = cut_at(rows, segments)
+    parts, segment = cut_at(rows, segments)
     moves = table_of(
         MOVE,
-        document=pieces["document"],
-        start=pieces["start"],
-        stop=pieces["stop"],
+        document=parts["document"],
+        start=parts["start"],
+        stop=parts["stop"],
         source=segment["rank"],
-        target=pieces["worker"],
-        offset=segment["offset"] + pieces["start"] - segment["start"],
+        target=parts["worker"],
+        offset=segment["offset"] + parts["start"] - segment["start"],
     )
     return moves, segment
 
@@ -191,7 +190,7 @@ def _in_stages_of_windows(
     received rows, or two windows if that is more.
 
     Returns:
-        [pieces] index of the task of each piece, and the pieces, of dtype MOVE.
+        [parts] index of the task of each part, and the parts, of dtype MOVE.
     """
     target = tasks["target"]
     lengths = row_counts(tasks)
@@ -210,9 +209,9 @@ def _in_stages_of_windows(
     stage = expand(first_stage, counts)
     begin = stage * size[task] - place[task]
     end = np.minimum(begin + size[task], lengths[task])
-    pieces = _parts_of_moves(tasks, task, np.maximum(begin, 0), end)
-    pieces["stage"] = stage
-    return task, pieces
+    parts = _parts_of_moves(tasks, task, np.maximum(begin, 0), end)
+    parts["stage"] = stage
+    return task, parts
 
 
 def forward_inside_nodes(
@@ -235,21 +234,21 @@ def forward_inside_nodes(
     part, begin, end, turn = _divide_among_readers(parts, readers)
 
     # The first hop goes to the gateways.
-    first_reader = (np.cumsum(readers) - readers)[part]  # place in `move`, of each piece
+    first_reader = (np.cumsum(readers) - readers)[part]  # place in `move`, of each share
     gateway = move[first_reader + turn]
     start = crossing["start"][gateway]
     to_gateways = _parts_of_moves(crossing, gateway, begin - start, end - start)
 
-    # The second hop goes from the gateways to all other readers of the pieces.
-    piece = np.repeat(np.arange(len(part)), readers[part])
+    # The second hop goes from the gateways to all other readers of the shares.
+    share = np.repeat(np.arange(len(part)), readers[part])
     reader = crossing["target"][move[expand(first_reader, readers[part])]]
-    forwards = reader != to_gateways["target"][piece]
-    piece = piece[forwards]
-    second = to_gateways.take(piece)
-    second["source"] = to_gateways["target"][piece]
+    forwards = reader != to_gateways["target"][share]
+    share = share[forwards]
+    second = to_gateways.take(share)
+    second["source"] = to_gateways["target"][share]
     second["target"] = reader[forwards]
     direct = moves.compress(~crosses)
-    return joined(direct, to_gateways), second, len(direct) + piece
+    return joined(direct, to_gateways), second, len(direct) + share
 
 
 def _cut_by_readers(crossing: Table, node: IntArray) -> tuple[Table, IntArray, IntArray]:
@@ -286,18 +285,18 @@ def _cut_by_readers(crossing: Table, node: IntArray) -> tuple[Table, IntArray, I
 def _divide_among_readers(
     parts: Table, readers: IntArray
 ) -> tuple[IntArray, IntArray, IntArray, IntArray]:
-    """Divide each part into pieces, one for each reader if the part is long enough.
+    """Divide each part into shares, one for each reader if the part is long enough.
 
     Readers take turns as gateways, and every part begins with the next reader.
 
     Returns:
-        For each piece: the index of its part, start, stop, and which of the part's readers is the
+        For each share: the index of its part, start, stop, and which of the part's readers is the
         gateway.
     """
     lengths = row_counts(parts)
-    pieces = np.minimum(readers, np.maximum(lengths // PIECE, 1))
-    part, nth = numbered(pieces)
-    size, longer = np.divmod(lengths, pieces)  # the first `longer` pieces have one more row
+    shares = np.minimum(readers, np.maximum(lengths // LEAST_PART, 1))
+    part, nth = numbered(shares)
+    size, longer = np.divmod(lengths, shares)  # the first `longer` shares have one more row
     begin = parts["start"][part] + nth * size[part] + np.minimum(nth, longer[part])
     end = begin + size[part] + (nth < longer[part])
     nth_part = np.arange(len(parts)) - np.searchsorted(parts["document"], parts["document"])
@@ -324,7 +323,7 @@ def _in_stages(
     paths = _Paths.build(first_hop, second_hop, forwarded, ranks)
     limit = stage_rows * (1 + 1 / PARTS)
     # Smaller parts spread rows more evenly, but make more moves: try large parts first.
-    part_rows = min(max(stage_rows // PARTS, 1), PIECE)
+    part_rows = min(max(stage_rows // PARTS, 1), LEAST_PART)
     while True:
         first_hop, second_hop = paths.in_stages(stages, part_rows)
         if part_rows == 1 or rows_by_stage(first_hop, second_hop, ranks).max() <= limit:
@@ -387,29 +386,29 @@ class _Paths:
         even_start = self.size[path] * nth / parts[path] + self.turn[path] * (nth > 0)
         first_row = even_start.astype(np.int64)
         stop = np.append(first_row[1:], 0)
-        stretches = table_of(ROWS, document=path, start=first_row, stop=stop)
-        stretches["stop"][np.cumsum(parts) - 1] = self.size
+        ranges = table_of(ROWS, document=path, start=first_row, stop=stop)
+        ranges["stop"][np.cumsum(parts) - 1] = self.size
         stage = ((nth + self.turn[path]) * stages / parts[path]).astype(np.int64)
         stage *= self.to_rank[path]
-        has_rows = np.flatnonzero(row_counts(stretches))
+        has_rows = np.flatnonzero(row_counts(ranges))
 
         # 2. Cut the first hop's moves at the borders of these parts.
         stop = self.place + row_counts(self.first_hop)
         rows = table_of(ROWS, document=self.path, start=self.place, stop=stop)
-        move, stretch, start, stop = overlaps(rows, stretches.take(has_rows))
+        move, holder, start, stop = overlaps(rows, ranges.take(has_rows))
         begin, end = start - self.place[move], stop - self.place[move]
         first_hop = _parts_of_moves(self.first_hop, move, begin, end)
         # Stages without rows, where few rows have many readers, are left out.
-        first_hop["stage"] = np.unique(stage[has_rows[stretch]], return_inverse=True)[1]
+        first_hop["stage"] = np.unique(stage[has_rows[holder]], return_inverse=True)[1]
 
         # 3. Cut the second hop's moves as the moves that they forward.
-        pieces = np.bincount(move, minlength=len(self.first_hop))
-        first_piece = np.cumsum(pieces) - pieces
-        counts = pieces[self.forwarded]
+        parts_of_move = np.bincount(move, minlength=len(self.first_hop))
+        first_part = np.cumsum(parts_of_move) - parts_of_move
+        counts = parts_of_move[self.forwarded]
         forwarding = np.repeat(np.arange(len(self.second_hop)), counts)
-        piece = expand(first_piece[self.forwarded], counts)
-        second_hop = _parts_of_moves(self.second_hop, forwarding, begin[piece], end[piece])
-        second_hop["stage"] = first_hop["stage"][piece]
+        part = expand(first_part[self.forwarded], counts)
+        second_hop = _parts_of_moves(self.second_hop, forwarding, begin[part], end[part])
+        second_hop["stage"] = first_hop["stage"][part]
         return first_hop, second_hop
 
 

@@ -3,8 +3,7 @@
 import numpy as np
 
 from hf_distca.plan import Branches
-from hf_distca.plan.arrays import IntArray
-from hf_distca.plan.intervals import Table
+from hf_distca.plan.arrays import IntArray, Table
 
 
 def along_paths(rows: Table, branches: Branches) -> tuple[Table, IntArray]:
@@ -15,14 +14,14 @@ def along_paths(rows: Table, branches: Branches) -> tuple[Table, IntArray]:
             document may be counted as s · D + d, as windows in stages do.
 
     Returns:
-        The pieces by (entry, start), and for each its entry.
+        The parts by (entry, start), and the entry of each part.
 
     Raises:
         ValueError: A document has rows before its own, but no parent.
     """
     entry = np.arange(len(rows))
-    pieces = [rows[:0]]
-    entries_of_pieces = [entry[:0]]
+    parts = [rows[:0]]
+    entries_of_parts = [entry[:0]]
     while len(rows):
         # 1. The last rows of a path belong to the document itself.
         copy, document = np.divmod(rows["document"], len(branches.parents))
@@ -30,8 +29,8 @@ def along_paths(rows: Table, branches: Branches) -> tuple[Table, IntArray]:
         own_rows = rows.take(np.arange(len(rows)))
         own_rows["start"] = np.maximum(rows["start"], first_own)
         is_own = own_rows["start"] < own_rows["stop"]
-        pieces.append(own_rows.compress(is_own))
-        entries_of_pieces.append(entry[is_own])
+        parts.append(own_rows.compress(is_own))
+        entries_of_parts.append(entry[is_own])
         # 2. The rows before them are rows of the parent's path.
         is_above = rows["start"] < first_own
         rows_above = rows.compress(is_above)
@@ -42,7 +41,7 @@ def along_paths(rows: Table, branches: Branches) -> tuple[Table, IntArray]:
         rows_above["document"] = copy[is_above] * len(branches.parents) + parent
         rows = rows_above
         entry = entry[is_above]
-    all_pieces = np.concatenate(pieces)
-    entry_of_piece = np.concatenate(entries_of_pieces)
-    order = np.lexsort((all_pieces["start"], entry_of_piece))
-    return all_pieces.take(order), entry_of_piece[order]
+    all_parts = np.concatenate(parts)
+    entry_of_part = np.concatenate(entries_of_parts)
+    order = np.lexsort((all_parts["start"], entry_of_part))
+    return all_parts.take(order), entry_of_part[order]

@@ -17,11 +17,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from hf_distca.plan import Branches, Plan
-from hf_distca.plan.arrays import IntArray
+from hf_distca.plan.arrays import IntArray, Table
 from hf_distca.plan.cost import pairs
 from hf_distca.plan.intervals import (
     ROWS,
-    Table,
     by_document,
     expand,
     joined,
@@ -159,7 +158,7 @@ class Stage:
     remote_kv: CallTasks
     remote_query: CallTasks  # received queries and keys, bottom-right causal
     # Received queries and all keys before them; empty with a window, on remote workers, and with
-    # one stage where no document continues another.
+    # one stage without prefix sharing.
     remote_query_prefix: CallTasks
 
 
@@ -290,15 +289,15 @@ def _rows_by_worker(moves: Table, peer: str, workers: int) -> IntArray:
 
 def _reads(tasks: Table, arrivals: Table, branches: Branches | None) -> Table:
     """Return what tasks read, a table of dtype READ, by (task, first K/V row)."""
-    # Rows that arrive together in one stage are one stretch, and are read by one entry.
-    stretches = merge_touching(arrivals, "stage")
+    # Rows that arrive together in one stage are one range, and are read by one entry.
+    ranges = merge_touching(arrivals, "stage")
     keys = table_of(
         ROWS, document=tasks["document"], start=tasks["keys_start"], stop=tasks["keys_stop"]
     )
     task_of_keys = np.arange(len(tasks))
     if branches is not None:
         keys, task_of_keys = along_paths(keys, branches)
-    entry, stretch, start, stop = overlaps(keys, stretches)
+    entry, holder, start, stop = overlaps(keys, ranges)
     task = task_of_keys[entry]
     columns = {name: tasks[name][task] for name in MOVE.names or ()}
     columns |= {
@@ -306,7 +305,7 @@ def _reads(tasks: Table, arrivals: Table, branches: Branches | None) -> Table:
         "keys_document": keys["document"][entry],
         "keys_start": start,
         "keys_stop": stop,
-        "stage": stretches["stage"][stretch],
+        "stage": ranges["stage"][holder],
     }
     return table_of(READ, **columns)
 
@@ -357,33 +356,33 @@ def _in_place(local: Table, window: int | None) -> CallTasks:
 def _up_to_queries(
     reads: Table, arrivals: Table, window: int | None, *, has_all_keys: bool
 ) -> CallTasks:
-    """Return the queries whose own K/V rows are the last ones of a stretch, with all its rows.
+    """Return the queries whose own K/V rows are the last ones of a range, with all its rows.
 
     Args:
         has_all_keys: whether every task has all its K/V rows in this stage. Its reads are then one
-            stretch, which may reach over several documents of a path.
+            range, which may reach over several documents of a path.
     """
-    # 1. The stretches of each task.
+    # 1. The ranges of each task.
     continues = np.zeros(len(reads), np.bool_)
     if has_all_keys:
         is_same_task = reads["task"][1:] == reads["task"][:-1]
         continues[1:] = is_same_task & (reads["keys_start"][1:] == reads["keys_stop"][:-1])
     first = np.flatnonzero(~continues)
-    stretches = reads.take(first)
-    stretches["keys_stop"] = np.maximum.reduceat(reads["keys_stop"], first) if len(first) else 0
+    ranges = reads.take(first)
+    ranges["keys_stop"] = np.maximum.reduceat(reads["keys_stop"], first) if len(first) else 0
 
-    # 2. The queries from the first row of the stretch on, if it reaches so far.
-    start = np.maximum(stretches["start"], stretches["keys_start"])
-    has_queries = start < stretches["keys_stop"]
+    # 2. The queries from the first row of the range on, if it reaches so far.
+    start = np.maximum(ranges["start"], ranges["keys_start"])
+    has_queries = start < ranges["keys_stop"]
     reads = reads.compress(has_queries[np.cumsum(~continues) - 1])
-    stretches = stretches.compress(has_queries)
+    ranges = ranges.compress(has_queries)
     start = start[has_queries]
-    q_lens = stretches["keys_stop"] - start
-    k_lens = stretches["keys_stop"] - stretches["keys_start"]
+    q_lens = ranges["keys_stop"] - start
+    k_lens = ranges["keys_stop"] - ranges["keys_start"]
     return CallTasks(
         q_lens,
         k_lens,
-        q_rows=expand(stretches["offset"] - stretches["start"] + start, q_lens),
+        q_rows=expand(ranges["offset"] - ranges["start"] + start, q_lens),
         k_rows=_positions(_keys(reads), arrivals),
         task_pairs=pairs(k_lens - q_lens, k_lens, window),
     )
@@ -392,11 +391,11 @@ def _up_to_queries(
 def _before_queries(reads: Table, arrivals: Table, branches: Branches | None) -> CallTasks:
     """Return queries with all K/V rows of a stage that come before them in the document.
 
-    Queries of a task that lie after its last stretch see all stretches. Queries between two
-    stretches see the earlier ones. Both become tasks of the kernel call. Branches that see the same
+    Queries of a task that lie after its last range see all ranges. Queries between two
+    ranges see the earlier ones. Both become tasks of the kernel call. Branches that see the same
     rows become one task, which gathers them once.
     """
-    # 1. The queries between each stretch and the next one, or the end of the task.
+    # 1. The queries between each range and the next one, or the end of the task.
     is_followed = np.zeros(len(reads), np.bool_)
     is_followed[:-1] = reads["task"][1:] == reads["task"][:-1]
     start = np.maximum(reads["start"], reads["keys_stop"])
@@ -407,35 +406,35 @@ def _before_queries(reads: Table, arrivals: Table, branches: Branches | None) ->
     q_lens = (stop - start)[has_queries]
     first_query = (reads["offset"] - reads["start"] + start)[has_queries]
 
-    # 2. The stretches up to these queries.
+    # 2. The ranges up to these queries.
     first = np.searchsorted(reads["task"], reads["task"][has_queries])
     counts = has_queries - first + 1
-    stretches = _keys(reads.take(expand(first, counts)))
+    ranges = _keys(reads.take(expand(first, counts)))
     reader = np.repeat(np.arange(len(has_queries)), counts)
 
-    # 3. With branches, one task of the kernel call for all queries that see the same stretches.
+    # 3. With branches, one task of the kernel call for all queries that see the same ranges.
     if branches is not None:
-        order, task_of_reader = _readers_of_equal_rows(stretches, counts)
+        order, task_of_reader = _readers_of_equal_rows(ranges, counts)
         tasks = len(np.unique(task_of_reader))
         first_query, rows = first_query[order], q_lens[order]
         q_lens = np.bincount(task_of_reader, q_lens, tasks).astype(np.int64)
         is_kept = np.zeros(len(has_queries), np.bool_)  # the first reader of each task
         is_kept[np.unique(task_of_reader, return_index=True)[1]] = True
-        stretches = stretches.compress(is_kept[reader])
+        ranges = ranges.compress(is_kept[reader])
         reader = task_of_reader[reader[is_kept[reader]]]
         q_rows = expand(first_query, rows)
     else:
         q_rows = expand(first_query, q_lens)
-    k_lens = np.bincount(reader, row_counts(stretches), len(q_lens)).astype(np.int64)
-    k_rows = _positions(stretches, arrivals, reader)
+    k_lens = np.bincount(reader, row_counts(ranges), len(q_lens)).astype(np.int64)
+    k_rows = _positions(ranges, arrivals, reader)
     return CallTasks(q_lens, k_lens, q_rows, k_rows, q_lens * k_lens)
 
 
-def _readers_of_equal_rows(stretches: Table, counts: IntArray) -> tuple[IntArray, IntArray]:
+def _readers_of_equal_rows(ranges: Table, counts: IntArray) -> tuple[IntArray, IntArray]:
     """Give readers of the same rows the same number, from 0 on, in the order of their first one.
 
     Args:
-        stretches: entries (document, start, stop), reader after reader.
+        ranges: entries (document, start, stop), reader after reader.
         counts: [readers] entries of each reader.
 
     Returns:
@@ -445,7 +444,7 @@ def _readers_of_equal_rows(stretches: Table, counts: IntArray) -> tuple[IntArray
     stops = np.cumsum(counts).tolist()
     number_of_reader = np.array(
         [
-            numbers.setdefault(stretches[stop - count : stop].tobytes(), len(numbers))
+            numbers.setdefault(ranges[stop - count : stop].tobytes(), len(numbers))
             for stop, count in zip(stops, counts.tolist(), strict=True)
         ],
         np.int64,

@@ -2,10 +2,8 @@
 
 from dataclasses import replace
 
-import numpy as np
-from numpy.typing import NDArray
-
 from hf_distca.plan import Plan, moves
+from hf_distca.plan.arrays import IntArray
 
 EXCHANGE_BUFFER_BYTES = 1 << 28
 """Bytes of K/V rows in an exchange buffer; 65536 rows of Llama-3-8B in bfloat16."""
@@ -72,7 +70,7 @@ def stage_rows(
     return rows if busiest_rows > rows else None
 
 
-def rows_by_stage(plan: Plan) -> NDArray[np.int64]:
+def rows_by_stage(plan: Plan) -> IntArray:
     """Return [stages, 2, ranks] K/V rows that each rank sends and receives in a plan's stages.
 
     `moves.rows_by_stage` counts them.

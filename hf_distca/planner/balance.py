@@ -5,7 +5,7 @@ Each pass has three steps:
 1. Flows: how many pairs each worker gives to which other (`plan_flows`). Few large flows are
    cheapest, since bytes grow with the square root of the pairs moved.
 2. Sources: each flow is taken from the documents where giving costs least (`take`).
-3. Places: flows out of one stretch of a document lie side by side, where together they cost least
+3. Places: flows out of one task take rows side by side, where together they cost least
    (`balancing_pass`).
 
 Rounding to whole rows leaves small differences, so passes are repeated until every worker is within
@@ -22,16 +22,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from hf_distca.plan import TASK, AttentionKind, Layout, Plan
-from hf_distca.plan.arrays import FloatArray, IntArray
+from hf_distca.plan.arrays import FloatArray, IntArray, Table
 from hf_distca.plan.cost import Workers, pairs, row_reaching
-from hf_distca.plan.intervals import (
-    Table,
-    by_document,
-    cut_at,
-    joined,
-    merged,
-    moved_by,
-)
+from hf_distca.plan.intervals import by_document, cut_at, joined, merged, moved_by
 from hf_distca.planner.balancing_pass import Problem, balancing_pass
 from hf_distca.planner.bin_packing import largest_first
 from hf_distca.planner.layout import assemble, check_settings, layout_of_kind
@@ -233,16 +226,16 @@ def tasks_of_workers(tasks: Table, problem: Problem, nodes: IntArray, limit: Flo
     # 1. Leave rows on their ranks, if these are on the node that computes the rows.
     cut_tasks, holders = cut_at(tasks, by_document(problem.layout.segments))
     stays = nodes[holders["rank"]] == cut_tasks["worker"]
-    given_tasks = merged(cut_tasks.compress(~stays))
+    moved_tasks = merged(cut_tasks.compress(~stays))
     cut_tasks["worker"] = holders["rank"]
     local_tasks = cut_tasks.compress(stays)
-    # 2. Give other rows to the workers with the most room. The largest pieces of documents come
+    # 2. Give other rows to the workers with the most room. The largest tasks come
     #    first, since they need the most room.
     time_left = limit - np.asarray(workers.base_load)
     room = time_left * np.asarray(workers.speed) - problem.loads(local_tasks)
     placed_tasks = []
-    for index in largest_first(pairs(given_tasks["start"], given_tasks["stop"], window)).tolist():
-        document, start, stop, node = given_tasks[index].tolist()
+    for index in largest_first(pairs(moved_tasks["start"], moved_tasks["stop"], window)).tolist():
+        document, start, stop, node = moved_tasks[index].tolist()
         members = np.flatnonzero(nodes == node)
         while start < stop:
             worker = int(members[room[members].argmax()])

@@ -12,16 +12,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from hf_distca.plan import TASK, AttentionKind, Layout
-from hf_distca.plan.arrays import FloatArray, IntArray
+from hf_distca.plan.arrays import FloatArray, IntArray, Table
 from hf_distca.plan.cost import Workers, pairs, pairs_at, row_reaching
-from hf_distca.plan.intervals import (
-    Table,
-    grain,
-    joined,
-    local_tasks,
-    merged,
-    moved_by,
-)
+from hf_distca.plan.intervals import grain, joined, local_tasks, merged, moved_by
 from hf_distca.planner.settings import PlanSettings
 
 BUSY = 0.8
@@ -45,8 +38,8 @@ Flows = dict[int, list[tuple[int, float]]]
 """giver -> (taker, pairs) of each of its flows"""
 Part = tuple[float, int]
 """(pairs, taker) of a part that leaves a task"""
-Piece = tuple[int, int, int, int]
-"""(document, start, stop, worker) of a piece of a task, as in TASK"""
+Task = tuple[int, int, int, int]
+"""(document, start, stop, worker), as in TASK"""
 
 
 class Problem:
@@ -197,12 +190,12 @@ def balancing_pass(
     rounding = ROUNDING * float(tolerated.min(initial=np.inf))
     stays = np.ones(len(tasks), bool)
     stays[list(parts_of_task)] = False
-    cut_pieces: list[Piece] = []
+    cut_tasks: list[Task] = []
     for index, parts in sorted(parts_of_task.items()):
         document, start, stop, owner = tasks[index].tolist()
         task = _CutTask(problem, document, start, stop, owner, price_of_giver[owner], rounding)
-        cut_pieces += task.pieces(parts, held_rows.setdefault(document, {}))
-    return merged(joined(tasks.compress(stays), np.array(cut_pieces, TASK)))
+        cut_tasks += task.divided(parts, held_rows.setdefault(document, {}))
+    return merged(joined(tasks.compress(stays), np.array(cut_tasks, TASK)))
 
 
 def _pairs_until(problem: Problem, finishing: FloatArray) -> FloatArray:
@@ -313,8 +306,8 @@ class _CutTask:
     price: Price
     rounding: float  # pairs that rounding a cut may move
 
-    def pieces(self, parts: list[Part], row_of_worker: dict[int, int]) -> list[Piece]:
-        """Return the parts side by side where they cost least, and rests on both sides.
+    def divided(self, parts: list[Part], row_of_worker: dict[int, int]) -> list[Task]:
+        """Return tasks of the parts, side by side where they cost least, and of the rows left.
 
         Args:
             row_of_worker: up to which row workers have the document's K/V rows; raised by what they
@@ -332,12 +325,12 @@ class _CutTask:
             bounds.append(min(max(self._rounded(row), bounds[-1]), self.stop))
         bounds.append(self.stop)
         workers = [self.owner, *takers, self.owner]
-        pieces = []
+        tasks = []
         for (start, stop), worker in zip(itertools.pairwise(bounds), workers, strict=True):
             if start < stop:
-                pieces.append((self.document, start, stop, worker))
+                tasks.append((self.document, start, stop, worker))
                 row_of_worker[worker] = max(row_of_worker.get(worker, 0), stop)
-        return pieces
+        return tasks
 
     def _rounded(self, row: float) -> int:
         """Return a row at a block's boundary, or at a finer one where a block moves many pairs."""

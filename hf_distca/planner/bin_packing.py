@@ -230,19 +230,19 @@ def pack_in_order(
 
 
 def halves(lengths: IntArray) -> list[IntArray]:
-    """Divide documents into two groups of about equal tokens, and return the documents of each.
+    """Divide documents into two halves of about equal tokens, and return the documents of each.
 
-    The longest comes first, and each goes to the smaller group.
+    The longest comes first, and each goes to the smaller half.
     """
-    groups = Bins([int(lengths.sum())] * 2)
-    group_of_document = groups.pack(lengths, lengths, largest_first(lengths), groups.least_work)
-    return [np.flatnonzero(group_of_document == group) for group in (0, 1)]
+    bins = Bins([int(lengths.sum())] * 2)
+    half_of_document = bins.pack(lengths, lengths, largest_first(lengths), bins.least_work)
+    return [np.flatnonzero(half_of_document == half) for half in (0, 1)]
 
 
 def split_documents(lengths: IntArray, ranks: int) -> list[IntArray] | None:
     """Divide documents into two nano-batches of a quarter of the tokens or more, see `halves`.
 
-    None if a document has more than half of the tokens, or a group has fewer tokens than ranks.
+    None if a document has more than half of the tokens, or a half has fewer tokens than ranks.
     """
     if len(lengths) < 2 or 2 * int(lengths.max()) > int(lengths.sum()):
         return None

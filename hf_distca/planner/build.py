@@ -22,7 +22,6 @@ from hf_distca.plan.intervals import local_tasks
 from hf_distca.plan.stages import usual_stages, with_stages
 from hf_distca.planner.balance import balance
 from hf_distca.planner.bin_packing import split_documents, whole_documents
-from hf_distca.planner.branches import Forest, reach, with_branches
 from hf_distca.planner.division import divide_nano_batches
 from hf_distca.planner.layout import (
     check_capacity,
@@ -31,6 +30,7 @@ from hf_distca.planner.layout import (
     layout_of_rows,
     mirrored,
 )
+from hf_distca.planner.prefix_trees import PrefixTrees, reach, with_branches
 from hf_distca.planner.settings import PlanSettings
 from hf_distca.predict.counts import CountedPlan, count_nano_batches
 
@@ -49,18 +49,18 @@ def local_plan(layout: Layout, kind: AttentionKind) -> Plan:
 
 
 def nano_batches_as_set(
-    lengths: IntArray, settings: PlanSettings, forest: Forest | None = None
+    lengths: IntArray, settings: PlanSettings, trees: PrefixTrees | None = None
 ) -> tuple[NanoBatch, ...]:
     """Lay out the documents of one global micro-batch and balance their core attention.
 
     The plan has one stage.
 
     Args:
-        forest: the documents are its trees; None if no document continues another.
+        trees: prefix trees, each laid out as one document; None without prefix sharing.
     """
     if settings.document_layout == "whole":
         documents_of_ranks = whole_documents(lengths, settings.ranks, settings.tokens_per_rank)
-        return _whole_on_ranks(lengths, documents_of_ranks, settings, forest)
+        return _whole_on_ranks(lengths, documents_of_ranks, settings, trees)
     nano_documents = split_documents(lengths, settings.ranks) if settings.may_ping_pong else None
     if nano_documents is None:
         nano_documents = [np.arange(len(lengths))]
@@ -73,19 +73,19 @@ def nano_batches_as_set(
         # holds more than without nano-batches.
         layouts[1:] = map(mirrored, layouts[1:])
     else:
-        layouts = _divided(lengths, nano_documents, settings, forest)
-    return _balanced(nano_documents, layouts, settings, forest)
+        layouts = _divided(lengths, nano_documents, settings, trees)
+    return _balanced(nano_documents, layouts, settings, trees)
 
 
 def _divided(
     lengths: IntArray,
     nano_documents: Sequence[IntArray],
     settings: PlanSettings,
-    forest: Forest | None,
+    trees: PrefixTrees | None,
 ) -> list[Layout]:
     """Return the layout of each nano-batch, with documents divided by their query-key pairs."""
     check_capacity(lengths, settings.ranks, settings.tokens_per_rank)
-    attended = reach(settings.dominant_kind, forest)
+    attended = reach(settings.dominant_kind, trees)
     tables = divide_nano_batches(
         lengths,
         pairs(0, lengths, attended).astype(np.float64),
@@ -119,7 +119,7 @@ def _whole_on_ranks(
     lengths: IntArray,
     documents_of_ranks: Sequence[IntArray],
     settings: PlanSettings,
-    forest: Forest | None = None,
+    trees: PrefixTrees | None = None,
 ) -> tuple[NanoBatch, ...]:
     """Plan each rank's whole documents, in the order of its rows.
 
@@ -140,7 +140,7 @@ def _whole_on_ranks(
         lengths_of_ranks = [lengths[documents].tolist() for documents in nano_batch]
         layouts.append(fixed_layout(lengths_of_ranks))
     nano_documents = [np.concatenate(nano_batch) for nano_batch in nano_batches]
-    return _balanced(nano_documents, layouts, settings, forest)
+    return _balanced(nano_documents, layouts, settings, trees)
 
 
 def _halves(lengths: IntArray, documents: IntArray) -> tuple[IntArray, IntArray] | None:
@@ -164,19 +164,19 @@ def _balanced(
     nano_documents: Sequence[IntArray],
     layouts: Sequence[Layout],
     settings: PlanSettings,
-    forest: Forest | None,
+    trees: PrefixTrees | None,
 ) -> tuple[NanoBatch, ...]:
     """Balance the core attention of nano-batches, from the documents and the layout of each."""
     nano_batches = []
     for unordered, layout in zip(nano_documents, layouts, strict=True):
-        documents, laid_out = with_branches(unordered, layout, forest)
+        documents, laid_out = with_branches(unordered, layout, trees)
         plans = {kind: balance(laid_out, kind, settings) for kind in settings.kinds}
         nano_batches.append(NanoBatch(documents, laid_out, plans))
     return tuple(nano_batches)
 
 
 def packed_in_order(
-    lengths: IntArray, settings: PlanSettings, forest: Forest | None = None
+    lengths: IntArray, settings: PlanSettings, trees: PrefixTrees | None = None
 ) -> NanoBatch:
     """Return documents packed in order, with nothing moved for balance: what a plan is compared to.
 
@@ -192,7 +192,7 @@ def packed_in_order(
         rank_of_document = twice_middles * settings.ranks // (2 * stops[-1])
         first_documents = np.searchsorted(rank_of_document, np.arange(1, settings.ranks))
         rank_lengths = [part.tolist() for part in np.split(lengths, first_documents)]
-    return _left_on_ranks(fixed_layout(rank_lengths, settings.ranks), settings, forest)
+    return _left_on_ranks(fixed_layout(rank_lengths, settings.ranks), settings, trees)
 
 
 def left_in_place(rank_lengths: Sequence[Sequence[int]], settings: PlanSettings) -> NanoBatch:
@@ -204,10 +204,12 @@ def left_in_place(rank_lengths: Sequence[Sequence[int]], settings: PlanSettings)
     return _left_on_ranks(fixed_layout(rank_lengths), settings, None)
 
 
-def _left_on_ranks(whole_trees: Layout, settings: PlanSettings, forest: Forest | None) -> NanoBatch:
+def _left_on_ranks(
+    whole_trees: Layout, settings: PlanSettings, trees: PrefixTrees | None
+) -> NanoBatch:
     """Return the nano-batch in which every rank computes the rows that it holds."""
     numbers = np.arange(len(whole_trees.lengths))
-    documents, layout = with_branches(numbers, whole_trees, forest)
+    documents, layout = with_branches(numbers, whole_trees, trees)
     plans = {
         kind: replace(local_plan(layout, kind), nodes=settings.nodes) for kind in settings.kinds
     }

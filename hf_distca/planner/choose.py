@@ -35,7 +35,6 @@ from hf_distca.plan import AttentionKind, MicroBatchPlan, NanoBatch, PlanChoice
 from hf_distca.plan.arrays import FloatArray, IntArray
 from hf_distca.plan.nodes import node_sizes
 from hf_distca.plan.stages import usual_stages
-from hf_distca.planner.branches import Forest, seconds_of
 from hf_distca.planner.build import (
     finished,
     left_in_place,
@@ -46,6 +45,7 @@ from hf_distca.planner.build import (
 )
 from hf_distca.planner.division import LONG_SHARE
 from hf_distca.planner.layout import check_capacity
+from hf_distca.planner.prefix_trees import PrefixTrees, seconds_of
 from hf_distca.planner.rank_groups import (
     Placing,
     joined_nodes,
@@ -62,7 +62,7 @@ GOOD_ENOUGH = 0.01
 """A plan that saves less than this share of a step is not looked for: predictions are wrong by more
 than that."""
 MOST_MOVES = 4096
-"""Most moves of K/V rows, from a piece to a rank, over the root of the number of ranks, for which
+"""Most moves of K/V rows, from a segment to a rank, over the root of the number of ranks, for which
 documents are divided over all ranks of several nodes. Planning more moves takes longer than all
 other plans."""
 OTHER_STAGES: Mapping[int, Sequence[int]] = {1: (2, 8), 2: (2,)}
@@ -119,18 +119,18 @@ class PlannedCandidate:
 
 
 def choose(
-    lengths: IntArray, settings: PlanSettings, forest: Forest | None = None
+    lengths: IntArray, settings: PlanSettings, trees: PrefixTrees | None = None
 ) -> MicroBatchPlan:
     """Plan a micro-batch with the least predicted time.
 
     Args:
-        forest: the documents are its trees; None if no document continues another.
+        trees: prefix trees, each laid out as one document; None without prefix sharing.
 
     Raises:
         ValueError: see `plan_micro_batch`.
     """
-    as_set = partial(nano_batches_as_set, lengths, forest=forest)
-    search = _Search(lengths, settings, as_set, forest)
+    as_set = partial(nano_batches_as_set, lengths, trees=trees)
+    search = _Search(lengths, settings, as_set, trees)
     if settings.document_layout == "auto":
         check_capacity(lengths, settings.ranks, settings.tokens_per_rank)
         listed = search.in_groups()
@@ -142,7 +142,7 @@ def choose(
     if fastest is None:  # no group can be laid out
         fastest = fastest_of(search.as_set(), search.planned)
     assert fastest is not None
-    return search.finished(fastest, packed_in_order(lengths, settings, forest))
+    return search.finished(fastest, packed_in_order(lengths, settings, trees))
 
 
 def choose_placed(rank_lengths: Sequence[Sequence[int]], settings: PlanSettings) -> MicroBatchPlan:
@@ -195,18 +195,18 @@ class _Search:
         lengths: IntArray,
         settings: PlanSettings,
         as_set: Callable[[PlanSettings], tuple[NanoBatch, ...]],
-        forest: Forest | None = None,
+        trees: PrefixTrees | None = None,
     ) -> None:
         costs = settings.costs
         assert costs is not None
-        self._forest = forest
+        self._trees = trees
         self._lengths = lengths
         self._costs = costs
         self._as_set = as_set
         self._settings = settings
         self._node_sizes = node_sizes(settings.ranks, settings.ranks_per_node)
         self._speeds: FloatArray = 1 / np.array(costs.slowness or (1.0,) * settings.ranks)
-        self._seconds = seconds_of(lengths, costs, forest)
+        self._seconds = seconds_of(lengths, costs, trees)
         # Seconds that every rank computes if all ranks finish together.
         self._even_share = float(self._seconds.sum() / self._speeds.sum())
 
@@ -404,7 +404,7 @@ class _Search:
             self._costs,
             count,
             over_all=over_all,
-            forest=self._forest,
+            trees=self._trees,
         )
 
     def _has_too_many_moves(self, placing: Placing) -> bool:
@@ -422,7 +422,7 @@ class _Search:
         for documents, size, seconds in groups:
             if size > ranks_of_node:
                 long = self._seconds[documents] > LONG_SHARE * ranks_of_node * seconds
-                # A long document has two pieces on each rank, which all ranks read.
+                # A long document has two segments on each rank, which all ranks read.
                 moves += 2 * size**2 * int(long.sum())
         return moves
 

@@ -14,8 +14,8 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from hf_distca.plan import SEGMENT
-from hf_distca.plan.arrays import FloatArray, IntArray
-from hf_distca.plan.intervals import Table, joined, row_counts, table_of
+from hf_distca.plan.arrays import FloatArray, IntArray, Table
+from hf_distca.plan.intervals import joined, row_counts, table_of
 from hf_distca.planner.bin_packing import NOWHERE, Bins, largest_first
 
 LONG_SHARE = 0.25
@@ -249,13 +249,13 @@ def cut_where_room(documents: Iterable[int], lengths: IntArray, room: IntArray) 
         [segments] of dtype SEGMENT.
     """
     left = room.tolist()
-    pieces = []
+    segments = []
     for document in documents:
         stop = int(lengths[document])
         while stop > 0:
             rank = left.index(max(left))
             start = max(stop - left[rank], 0)
-            pieces.append((document, start, stop, rank, 0))
+            segments.append((document, start, stop, rank, 0))
             left[rank] -= stop - start
             stop = start
-    return np.array(pieces, SEGMENT)
+    return np.array(segments, SEGMENT)

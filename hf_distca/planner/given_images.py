@@ -3,15 +3,14 @@
 An image whose features no rank needs is left out, since sequences that begin alike share rows.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
 
 from hf_distca.plan import MicroBatchPlan
-from hf_distca.plan.arrays import IntArray
-from hf_distca.plan.intervals import Table
+from hf_distca.plan.arrays import IntArray, Table
 from hf_distca.planner.images import IMAGE, PLACEHOLDERS, by_modality, held_features
 from hf_distca.planner.sequences import PlannedSequences
 
@@ -20,7 +19,6 @@ class GivenImages(NamedTuple):
     """Images of one rank's padded batch, as bytes that ranks exchange."""
 
     modalities: tuple[str, ...]  # names, by their number in `images`
-    always_encodes: bool  # whether ranks encode fillers in micro-batches without images
     images: bytes  # of dtype IMAGE; `document` is the sequence's index in the batch
     placeholders: bytes  # of dtype PLACEHOLDERS, by sequence and row
 
@@ -30,12 +28,14 @@ def plan_given_images(
     sources: IntArray,
     indices: IntArray,
     images_of_ranks: Sequence[GivenImages],
+    always: Collection[str],
 ) -> tuple[PlannedSequences, tuple[Table, ...]]:
     """Plan the images of padded batches.
 
     Args:
         sources: [sequences] the rank that was given each one.
         indices: [sequences] its index in the batch of that rank.
+        always: modalities that are planned in a micro-batch without them, too.
 
     Returns:
         The micro-batches with planned images, and of each the images that ranks encode, of dtype
@@ -45,7 +45,7 @@ def plan_given_images(
     plans: list[MicroBatchPlan] = []
     encoded: list[Table] = []
     for number, plan in enumerate(sequences.plans):
-        held = sequences.held.compress(sequences.held["micro_batch"] == number)
+        held = sequences.rank_rows.compress(sequences.rank_rows["micro_batch"] == number)
         features = held_features(images, placeholders, held)
         needed = np.unique(features["image"])
         features["image"] = np.searchsorted(needed, features["image"])
@@ -55,7 +55,7 @@ def plan_given_images(
             features,
             encoders[needed],
             images_of_ranks[0].modalities,
-            always_encodes=images_of_ranks[0].always_encodes,
+            always,
         )
         plans.append(replace(plan, images=planned))
         encoded.append(own)

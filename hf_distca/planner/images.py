@@ -4,13 +4,13 @@ All ranks wait for features before the first layer of the text model, so encoder
 themselves: the rank with the most work in its encoder decides how long all ranks wait.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import numpy as np
 
 from hf_distca.plan import FEATURES, PlannedImages
-from hf_distca.plan.arrays import FloatArray, IntArray
-from hf_distca.plan.intervals import Table, row_counts
+from hf_distca.plan.arrays import FloatArray, IntArray, Table
+from hf_distca.plan.intervals import row_counts
 
 IMAGE = np.dtype(
     [(name, np.int64) for name in ("document", "modality", "index", "rows")]
@@ -29,8 +29,7 @@ def plan_images(
     held: Table,
     ranks: int,
     modalities: Sequence[str],
-    *,
-    always_encodes: bool = False,
+    always: Collection[str] = (),
 ) -> dict[str, PlannedImages]:
     """Choose the rank that encodes each image of a micro-batch, and where its features go.
 
@@ -40,14 +39,14 @@ def plan_images(
             and row.
         held: rows of documents that ranks hold, of dtype TOKENS, by rank and row.
         modalities: names of the modalities, by their number in `images`.
-        always_encodes: plan the first modality also without images.
+        always: modalities that are planned in a micro-batch without them, too.
 
     Returns:
-        The planned images of each modality that the micro-batch has.
+        The planned images of each modality.
     """
     features = held_features(images, placeholders, held)
     encoders = choose_encoders(images["cost"], features, ranks)
-    return by_modality(images, features, encoders, modalities, always_encodes=always_encodes)
+    return by_modality(images, features, encoders, modalities, always)
 
 
 def by_modality(
@@ -55,22 +54,21 @@ def by_modality(
     features: Table,
     encoders: IntArray,
     modalities: Sequence[str],
-    *,
-    always_encodes: bool,
+    always: Collection[str],
 ) -> dict[str, PlannedImages]:
-    """Return the planned images of each modality that a micro-batch has.
+    """Return the planned images of each modality.
 
     Args:
         images: of dtype IMAGE.
         features: of dtype FEATURES, by rank and row, with the number of the image in `images`.
         encoders: [images] rank that encodes each.
         modalities: names of the modalities, by their number in `images`.
-        always_encodes: plan the first modality also without images.
+        always: modalities that are planned in a micro-batch without them, too.
     """
     planned: dict[str, PlannedImages] = {}
     for number, modality in enumerate(modalities):
         members = np.flatnonzero(images["modality"] == number)
-        if not len(members) and not (always_encodes and number == 0):
+        if not len(members) and modality not in always:
             continue
         number_in_modality = np.full(len(images), -1)
         number_in_modality[members] = np.arange(len(members))

@@ -7,11 +7,10 @@ from itertools import chain
 import numpy as np
 
 from hf_distca.plan import SEGMENT, AttentionKind, Branches, Layout
-from hf_distca.plan.arrays import IntArray
+from hf_distca.plan.arrays import IntArray, Table
 from hf_distca.plan.cost import as_lengths
 from hf_distca.plan.intervals import (
     ROWS,
-    Table,
     expand,
     merge_touching,
     overlaps,
@@ -141,12 +140,12 @@ def layout_of_kind(layout: Layout, kind: AttentionKind) -> Layout:
         first_of = np.cumsum(counts) - counts
         parents = np.where(first_row > start, first_of[parent] + number - first_chunk[parent], -1)
         branches = Branches(parents, first_row - start)
-    segment, chunk, piece_start, piece_stop = overlaps(layout.segments, chunks)
+    segment, chunk, part_start, part_stop = overlaps(layout.segments, chunks)
     segments = layout.segments.take(segment)
-    segments["offset"] += piece_start - segments["start"]
+    segments["offset"] += part_start - segments["start"]
     segments["document"] = chunk
-    segments["start"] = piece_start - start[chunk]
-    segments["stop"] = piece_stop - start[chunk]
+    segments["start"] = part_start - start[chunk]
+    segments["stop"] = part_stop - start[chunk]
     return Layout(stop - start, segments, layout.ranks, branches)
 
 

@@ -4,7 +4,6 @@ from collections.abc import Sequence
 
 from hf_distca.plan import Branches, MicroBatchPlan
 from hf_distca.plan.cost import as_lengths
-from hf_distca.planner.branches import Forest
 from hf_distca.planner.build import (
     finished,
     left_in_place,
@@ -13,6 +12,7 @@ from hf_distca.planner.build import (
     packed_in_order,
 )
 from hf_distca.planner.choose import choose, choose_placed
+from hf_distca.planner.prefix_trees import PrefixTrees
 from hf_distca.planner.settings import PlanSettings
 
 
@@ -25,21 +25,21 @@ def plan_micro_batch(
 
     Args:
         lengths: one past the last row of each document.
-        branches: which documents continue others; None if none do.
+        branches: branches of prefix trees; None without prefix sharing.
 
     Raises:
         ValueError: the ranks cannot hold the documents, or document_layout="whole" would have to
             cut one.
     """
     array = as_lengths(lengths)
-    forest = None
+    trees = None
     if branches is not None and (branches.parents >= 0).any():
-        forest = Forest.of(array, branches)
-        array = forest.tree_lengths
+        trees = PrefixTrees.of(array, branches)
+        array = trees.tree_lengths
     if settings.costs is None:
-        nano_batches = nano_batches_as_set(array, settings, forest)
-        return finished(nano_batches, packed_in_order(array, settings, forest), settings)
-    return choose(array, settings, forest)
+        nano_batches = nano_batches_as_set(array, settings, trees)
+        return finished(nano_batches, packed_in_order(array, settings, trees), settings)
+    return choose(array, settings, trees)
 
 
 def plan_placed(placed: Sequence[Sequence[int]], settings: PlanSettings) -> MicroBatchPlan:

@@ -1,4 +1,4 @@
-"""Equal beginnings of sequences, found by hashes of their blocks.
+"""Prefix sharing: find equal prefixes of sequences by hashes of their blocks.
 
 Every sequence is divided into blocks of tokens, and each block has a chained hash: it depends on
 all tokens up to the block's end. So equal hashes mean equal tokens from the first one on.
@@ -6,30 +6,29 @@ all tokens up to the block's end. So equal hashes mean equal tokens from the fir
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from hashlib import blake2b
 from itertools import pairwise
 
 import numpy as np
-from numpy.typing import NDArray
 
 from hf_distca.plan import Branches
 from hf_distca.plan.arrays import IntArray
+from hf_distca.planner.prefix_trees import PrefixTrees
 
 BLOCK = 128
-"""Tokens of a block. A branch begins at a block, so shorter equal beginnings are not shared."""
+"""Tokens of a block. A branch begins at a block, so shorter equal prefixes are not shared."""
 HASH_BYTES = 16
 """128 bits: two different blocks among 2⁴⁰ have equal hashes with a probability of 2⁻⁴⁹."""
 LEAST_SAVED = 0.05
-"""Least share of a tree's rows that its root has to save. A root that saves less is computed once
-for each of its branches, which then need not stay together."""
+"""Least share of a tree's rows that sharing its root has to save. Where it saves less, each branch
+gets a copy of the root's rows, and becomes a tree of its own."""
 
 Hashes = tuple[Hashable, ...]
 """Chained hashes of the blocks of a sequence. Its last block goes up to its end: the block may be
 shorter than others, or longer where no other sequence has its hash."""
 
 
-def hashes_of(tokens_NC: NDArray[np.int64]) -> tuple[bytes, ...]:
+def hashes_of(tokens_NC: IntArray) -> tuple[bytes, ...]:
     """Return the chained hashes of a sequence's blocks.
 
     Args:
@@ -45,47 +44,30 @@ def hashes_of(tokens_NC: NDArray[np.int64]) -> tuple[bytes, ...]:
 
 
 @dataclass(frozen=True, eq=False)
-class SharedPrefixes:
-    """Sequences as paths through documents, each of which is computed once.
+class SequencePaths:
+    """Sequences as paths in prefix trees, whose rows are each computed once.
 
     Attributes:
-        lengths: [documents] one past the last row of each document, along its path.
-        branches: which document each one continues; parents come before their branches.
-        owners: [documents] a sequence that has all rows of the document.
+        trees: the prefix trees of all sequences.
+        owners: [documents of the trees] a sequence that has all rows of the document.
         ends: [sequences] the document that has the last row of each sequence.
     """
 
-    lengths: IntArray
-    branches: Branches
+    trees: PrefixTrees
     owners: IntArray
     ends: IntArray
 
     @property
-    def rows(self) -> int:
-        """Rows of all documents."""
-        return int((self.lengths - self.branches.starts).sum())
-
-    @property
-    def trees(self) -> int:
-        """Number of documents that continue no other."""
-        return int((self.branches.parents < 0).sum())
-
-    @cached_property
-    def trees_of_sequences(self) -> IntArray:
-        """Return [sequences] the tree of each, numbered in the order of their roots."""
-        parents = self.branches.parents
-        root = np.arange(len(parents))
-        for branch in np.flatnonzero(parents >= 0).tolist():
-            root[branch] = root[parents[branch]]
-        number = np.cumsum(parents < 0) - 1
-        return np.asarray(number[root[self.ends]])
+    def tree_of_sequences(self) -> IntArray:
+        """[sequences] the tree of each sequence."""
+        return self.trees.tree_of_documents[self.ends]
 
     @classmethod
-    def of_none(cls, lengths: IntArray) -> "SharedPrefixes":
-        """Return sequences that share nothing."""
+    def unshared(cls, lengths: IntArray) -> "SequencePaths":
+        """Return the paths of sequences that share no prefix, from the length of each."""
         documents = np.arange(len(lengths))
         branches = Branches(np.full(len(lengths), -1), np.zeros(len(lengths), np.int64))
-        return cls(lengths, branches, documents, documents)
+        return cls(PrefixTrees.of(lengths, branches), documents, documents)
 
     def owners_of(self, documents: IntArray) -> IntArray:
         """Return the owner of each document; -1 where the document is -1."""
@@ -94,21 +76,21 @@ class SharedPrefixes:
 
 def share_prefixes(
     lengths: Sequence[int], hashes: Sequence[Hashes], most_rows: int
-) -> SharedPrefixes:
-    """Find what sequences have in common.
+) -> SequencePaths:
+    """Return the paths of sequences in prefix trees, in which equal prefixes come once.
 
     Args:
         lengths: [sequences] tokens of each sequence, at least 1.
         hashes: of each sequence, see `hashes_of`.
-        most_rows: rows of a tree that fit; larger trees are divided at their roots.
+        most_rows: most rows of a tree; larger trees are divided at their roots.
     """
     followers: dict[Hashable, set[Hashable]] = {}  # of each block, the blocks that follow it
     for blocks in hashes:
         for block, following in pairwise(blocks):
             followers.setdefault(block, set()).add(following)
 
-    # A block begins a document if no block is before it, or if it has siblings. Other blocks
-    # continue the document of the block before them.
+    # A block begins a document if it is the first of a sequence, or if several blocks follow the
+    # block before it. Other blocks continue the document of the block before them.
     document_of: dict[Hashable, int] = {}
     stops: list[int] = []
     starts: list[int] = []
@@ -132,26 +114,28 @@ def share_prefixes(
                 owners[document_of[block]] = sequence
             before = block
         ends.append(document_of[blocks[-1]])
-    prefixes = SharedPrefixes(
+    return _without_poor_roots(
         np.array(stops, np.int64),
         Branches(np.array(parents, np.int64), np.array(starts, np.int64)),
         np.array(owners, np.int64),
         np.array(ends, np.int64),
+        most_rows,
     )
-    return _without_poor_roots(prefixes, most_rows)
 
 
-def _without_poor_roots(prefixes: SharedPrefixes, most_rows: int) -> SharedPrefixes:
-    """Divide trees at roots that save too little, and trees that do not fit.
+def _without_poor_roots(
+    lengths: IntArray, branches: Branches, owners: IntArray, ends: IntArray, most_rows: int
+) -> SequencePaths:
+    """Divide trees at roots that save too few rows, and trees of more than `most_rows` rows.
 
-    Each branch of such a root then has the root's rows itself.
+    Each branch of such a root then has a copy of the root's rows.
     """
-    parents, starts = prefixes.branches.parents.copy(), prefixes.branches.starts.copy()
+    parents, starts = branches.parents.copy(), branches.starts.copy()
     documents = np.arange(len(parents))
     replaced = documents.copy()  # a document that is divided is replaced by its first branch
-    # 1. Divide trees until none is poor: a branch that is freed is the root of a smaller tree.
+    # 1. Divide trees until no root is poor: each branch of a divided root is itself a root then.
     while True:
-        own_rows = prefixes.lengths - starts
+        own_rows = lengths - starts
         root_of = documents.copy()
         for document in np.flatnonzero(parents >= 0).tolist():
             root_of[document] = root_of[parents[document]]
@@ -170,15 +154,12 @@ def _without_poor_roots(prefixes: SharedPrefixes, most_rows: int) -> SharedPrefi
 
     # 2. Sequences that ended in a divided root end in its first branch, at the end of a chain of
     #    replacements. Number the documents that are left.
-    ends = prefixes.ends
     while not np.array_equal(ends, replaced[ends]):
         ends = replaced[ends]
     is_kept = replaced == documents
     number = np.cumsum(is_kept) - 1
     kept_parents = parents[is_kept]
-    return SharedPrefixes(
-        prefixes.lengths[is_kept],
-        Branches(np.where(kept_parents < 0, -1, number[kept_parents]), starts[is_kept]),
-        prefixes.owners[is_kept],
-        number[ends],
+    kept_branches = Branches(np.where(kept_parents < 0, -1, number[kept_parents]), starts[is_kept])
+    return SequencePaths(
+        PrefixTrees.of(lengths[is_kept], kept_branches), owners[is_kept], number[ends]
     )

@@ -16,10 +16,10 @@ from hf_distca.plan.arrays import FloatArray, IntArray
 from hf_distca.plan.intervals import joined
 from hf_distca.planner.balance import balance
 from hf_distca.planner.bin_packing import Bins, largest_first, ranks_of_whole, split_documents
-from hf_distca.planner.branches import Forest, seconds_of, with_branches
 from hf_distca.planner.build import local_plan
 from hf_distca.planner.division import cut_where_room, divide_nano_batches, room_left
 from hf_distca.planner.layout import layout_of_rows
+from hf_distca.planner.prefix_trees import PrefixTrees, seconds_of, with_branches
 from hf_distca.planner.settings import PlanSettings
 from hf_distca.predict.seconds import StepCosts
 
@@ -239,21 +239,21 @@ def nano_batches_in_groups(
     count: int,
     *,
     over_all: bool,
-    forest: Forest | None = None,
+    trees: PrefixTrees | None = None,
 ) -> tuple[NanoBatch, ...] | None:
     """Lay out each group's documents on its ranks and balance core attention there, in one stage.
 
     Args:
         count: number of nano-batches.
         over_all: divide long documents over all ranks of their group; otherwise over few.
-        forest: the documents are its trees; None if no document continues another.
+        trees: prefix trees, each laid out as one document; None without prefix sharing.
 
     Returns:
         None if the documents of a group cannot form two nano-batches.
     """
     # 1. Place the documents of every group on its ranks, nano-batch after nano-batch.
     groups = _groups_of(lengths, placing, settings, costs)
-    seconds = seconds_of(lengths, costs, forest)
+    seconds = seconds_of(lengths, costs, trees)
     segments_of_groups = []
     for group in groups:
         nano_batches = [group.documents]
@@ -277,7 +277,7 @@ def nano_batches_in_groups(
     laid_out = []
     for table in tables:
         documents, layout = layout_of_rows(lengths, table, settings.ranks)
-        laid_out.append(with_branches(documents, layout, forest))
+        laid_out.append(with_branches(documents, layout, trees))
     # 4. Balance core attention inside the groups.
     slack_of_ranks = np.repeat([group.slack for group in groups], placing.sizes)
     finished = []

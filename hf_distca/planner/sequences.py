@@ -1,9 +1,9 @@
-"""From sequences to the rows of each rank: prefix trees, micro-batches, plans, and who has what.
+"""From sequences to the rows of each rank: prefix trees, micro-batches and plans.
 
-A sequence is a document of packed data, or a sequence of a padded batch. Sequences that share
-prefixes are paths of prefix trees (`SharedPrefixes`). Trees are divided among micro-batches, and
-each micro-batch is planned with its branches as documents. A row of a shared prefix is held once
-and read by several sequences.
+A sequence is a document of packed data, or a sequence of a padded batch. Sequences are paths in
+prefix trees (`SequencePaths`). Trees are divided among micro-batches, and each micro-batch is
+planned with its branches as documents. One rank holds a row of a shared prefix, which several
+sequences read.
 """
 
 from collections.abc import Sequence
@@ -14,20 +14,13 @@ from itertools import count
 import numpy as np
 
 from hf_distca.plan import Branches, MicroBatchPlan
-from hf_distca.plan.arrays import IntArray
-from hf_distca.plan.intervals import (
-    ROWS,
-    Table,
-    by_document,
-    overlaps,
-    rows_before_in,
-    table_of,
-)
+from hf_distca.plan.arrays import IntArray, Table
+from hf_distca.plan.intervals import ROWS, by_document, overlaps, rows_before_in, table_of
 from hf_distca.plan.paths import along_paths
 from hf_distca.planner.bin_packing import largest_first, place_evenly
-from hf_distca.planner.branches import Forest
 from hf_distca.planner.micro_batch import plan_micro_batch
-from hf_distca.planner.prefixes import SharedPrefixes
+from hf_distca.planner.prefix_trees import PrefixTrees
+from hf_distca.planner.prefixes import SequencePaths
 from hf_distca.planner.settings import PlanSettings
 
 NO_SEQUENCE = -1
@@ -40,9 +33,10 @@ TOKENS = np.dtype(
 
 `offset` is the row of token `start` among the rows of all micro-batches of the rank.
 """
-_HELD = np.dtype(
+_BRANCH_ROWS = np.dtype(
     [(name, np.int64) for name in ("rank", "micro_batch", "document", "start", "stop", "offset")]
 )
+"""As TOKENS, with the document of a prefix tree in place of a sequence."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,46 +48,49 @@ class PlannedSequences:
     """
 
     plans: tuple[MicroBatchPlan, ...]
-    trees: SharedPrefixes
+    paths: SequencePaths
     lengths: IntArray  # [sequences] tokens of each
-    _rows: Table  # rows of branches, by rank
+    _rows: Table  # of dtype _BRANCH_ROWS, by rank
 
     @cached_property
-    def held(self) -> Table:
-        """Return [entries] of dtype TOKENS, by rank and row.
+    def rank_rows(self) -> Table:
+        """[entries] of dtype TOKENS, by rank and row: each row of each rank once.
 
-        Each row that ranks hold comes once, with a sequence that has it, or NO_SEQUENCE.
+        The sequence is one of those that have the row, or NO_SEQUENCE.
         """
-        return _tokens(self._rows, self.trees.owners_of(self._rows["document"]))
+        return _tokens(self._rows, self.paths.owners_of(self._rows["document"]))
 
     @cached_property
-    def read(self) -> Table:
-        """Return [entries] of dtype TOKENS, by rank: each token of each sequence once."""
-        # 1. The branches whose rows make up each sequence.
-        whole_sequences = table_of(ROWS, document=self.trees.ends, stop=self.lengths)
-        on_path, sequence = along_paths(whole_sequences, self.trees.branches)
+    def sequence_tokens(self) -> Table:
+        """[entries] of dtype TOKENS, by rank: each token of each sequence once.
+
+        Tokens of several sequences may have the same row.
+        """
+        # 1. Find the branches on the path of each sequence.
+        whole_sequences = table_of(ROWS, document=self.paths.ends, stop=self.lengths)
+        on_path, sequence = along_paths(whole_sequences, self.paths.trees.branches)
         rows_of_branches = by_document(self._rows.compress(self._rows["document"] != NO_SEQUENCE))
-        # 2. The ranks that hold these rows.
-        piece, entry, start, stop = overlaps(on_path, rows_of_branches)
+        # 2. Find the ranks that hold these rows.
+        part, entry, start, stop = overlaps(on_path, rows_of_branches)
         rows = rows_of_branches.take(entry)
         rows["offset"] += start - rows["start"]
         rows["start"], rows["stop"] = start, stop
         order = np.argsort(rows["rank"], kind="stable")
-        return _tokens(rows.take(order), sequence[piece][order])
+        return _tokens(rows.take(order), sequence[part][order])
 
     @property
     def computed_rows(self) -> int:
         """Rows that all ranks compute, without fillers."""
-        return self.trees.rows
+        return self.paths.trees.rows
 
     @property
     def shared_rows(self) -> int:
-        """Tokens that are not computed, because another sequence has the row too."""
-        return int(self.lengths.sum()) - self.trees.rows
+        """Tokens that are not computed, because another sequence has the same row."""
+        return int(self.lengths.sum()) - self.paths.trees.rows
 
 
 def plan_sequences(
-    trees: SharedPrefixes,
+    paths: SequencePaths,
     lengths: IntArray,
     settings: PlanSettings,
     micro_batches: Sequence[IntArray] | None = None,
@@ -101,27 +98,29 @@ def plan_sequences(
     """Plan micro-batches of sequences.
 
     Args:
-        trees: paths of the sequences.
+        paths: of the sequences, in prefix trees.
         lengths: [sequences] tokens of each.
-        micro_batches: trees of each micro-batch, by their number in `trees`; None for one
-            micro-batch of all trees.
+        micro_batches: numbers of the trees of each micro-batch; None for one micro-batch of all
+            trees.
     """
-    forest = Forest.of(trees.lengths, trees.branches)
+    trees = paths.trees
     if micro_batches is None:
-        micro_batches = [np.arange(trees.trees)]
-    tokens_of_trees = np.bincount(trees.trees_of_sequences, lengths, trees.trees).astype(np.int64)
+        micro_batches = [np.arange(len(trees.tree_lengths))]
+    tokens_of_trees = np.bincount(paths.tree_of_sequences, lengths, len(trees.tree_lengths)).astype(
+        np.int64
+    )
     stay_whole = settings.document_layout == "whole"
     plans: list[MicroBatchPlan] = []
     parts: list[Table] = []
     for number, members in enumerate(micro_batches):
-        rows = int(forest.tree_lengths[members].sum())
+        rows = int(trees.tree_lengths[members].sum())
         # There are enough rows as soon as there are as many as ranks, or trees that stay whole.
         fillers = max(settings.ranks - (len(members) if stay_whole else rows), 0)
-        branches = forest.documents_of(members)
+        branches = trees.documents_of(members)
         plan = _plan_branches(trees, branches, fillers, settings)
         plans.append(replace(plan, shared_rows=int(tokens_of_trees[members].sum()) - rows))
-        parts.append(_held_rows(plan, number, branches))
-    return PlannedSequences(tuple(plans), trees, lengths, _with_offsets(np.concatenate(parts)))
+        parts.append(_rows_of_plan(plan, number, branches))
+    return PlannedSequences(tuple(plans), paths, lengths, _with_offsets(np.concatenate(parts)))
 
 
 def on_rank(tokens: Table, rank: int) -> Table:
@@ -129,17 +128,17 @@ def on_rank(tokens: Table, rank: int) -> Table:
     return tokens.compress(tokens["rank"] == rank)
 
 
-def even_micro_batches(trees: SharedPrefixes, settings: PlanSettings) -> list[IntArray]:
-    """Divide trees among as few micro-batches as possible, of about equally many rows.
+def even_micro_batches(trees: PrefixTrees, settings: PlanSettings) -> list[IntArray]:
+    """Divide trees among as few micro-batches as possible, with about as many rows each.
 
-    Each tree fits into the rows of a rank where documents stay whole, else of all ranks.
+    Every tree fits into the rows of all ranks, or of one rank with document_layout="whole".
     """
     stay_whole = settings.document_layout == "whole"
-    capacity = settings.tokens_per_rank * (1 if stay_whole else settings.ranks)
+    capacity = settings.document_capacity
     bins_per_micro_batch = settings.ranks if stay_whole else 1
-    lengths = Forest.of(trees.lengths, trees.branches).tree_lengths
+    lengths = trees.tree_lengths
     longest_first = largest_first(lengths)
-    fewest = max(1, -(-int(lengths.sum()) // (settings.tokens_per_rank * settings.ranks)))
+    fewest = max(1, -(-int(lengths.sum()) // settings.capacity))
     for micro_batches in count(fewest):  # trees fit at the latest with a bin for each
         bin_of_trees = place_evenly(
             lengths, longest_first, micro_batches * bins_per_micro_batch, capacity
@@ -157,11 +156,11 @@ def even_micro_batches(trees: SharedPrefixes, settings: PlanSettings) -> list[In
 
 
 def _plan_branches(
-    trees: SharedPrefixes, branches: IntArray, fillers: int, settings: PlanSettings
+    trees: PrefixTrees, branches: IntArray, fillers: int, settings: PlanSettings
 ) -> MicroBatchPlan:
-    """Plan some of the branches, whole trees, and fillers of one token."""
+    """Plan the branches of some trees, and fillers of one token each."""
     lengths = np.append(trees.lengths[branches], np.ones(fillers, np.int64))
-    number = np.full(len(trees.lengths) + 1, -1)  # the last one is for branches without parent
+    number = np.full(len(trees.lengths) + 1, -1)  # the last one is for roots
     number[branches] = np.arange(len(branches))
     parents = np.append(number[trees.branches.parents[branches]], np.full(fillers, -1))
     starts = np.append(trees.branches.starts[branches], np.zeros(fillers, np.int64))
@@ -169,7 +168,7 @@ def _plan_branches(
     return replace(plan, fillers=fillers)
 
 
-def _held_rows(plan: MicroBatchPlan, micro_batch: int, branches: IntArray) -> Table:
+def _rows_of_plan(plan: MicroBatchPlan, micro_batch: int, branches: IntArray) -> Table:
     """Return the rows of one micro-batch by nano-batch, rank and row; offsets are left at 0.
 
     Args:
@@ -180,7 +179,7 @@ def _held_rows(plan: MicroBatchPlan, micro_batch: int, branches: IntArray) -> Ta
     parts = []
     for nano in plan.nano_batches:
         segments = nano.layout.segments
-        part = np.zeros(len(segments), _HELD)
+        part = np.zeros(len(segments), _BRANCH_ROWS)
         for name in ("rank", "start", "stop"):
             part[name] = segments[name]
         part["micro_batch"] = micro_batch
@@ -197,7 +196,7 @@ def _with_offsets(rows_of_ranks: Table) -> Table:
 
 
 def _tokens(rows: Table, sequence: IntArray) -> Table:
-    """Return rows of branches as tokens of sequences."""
+    """Return rows of branches as tokens of `sequence`, of dtype TOKENS."""
     tokens = np.empty(len(rows), TOKENS)
     for name in ("rank", "micro_batch", "start", "stop", "offset"):
         tokens[name] = rows[name]

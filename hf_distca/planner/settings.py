@@ -5,9 +5,9 @@ from math import inf
 from typing import Literal
 
 import numpy as np
-from numpy.typing import NDArray
 
 from hf_distca.plan import AttentionKind
+from hf_distca.plan.arrays import IntArray
 from hf_distca.plan.cost import BALANCE_TOLERANCE, RowBytes, Workers
 from hf_distca.plan.nodes import node_sizes, nodes_of
 from hf_distca.plan.stages import EXCHANGE_BUFFER_BYTES
@@ -71,6 +71,16 @@ class PlanSettings:
         node_sizes(self.ranks, self.ranks_per_node)
 
     @property
+    def capacity(self) -> int:
+        """Maximum number of rows that all ranks together hold."""
+        return self.ranks * self.tokens_per_rank
+
+    @property
+    def document_capacity(self) -> int:
+        """Maximum number of rows of a document: a rank's where documents stay whole, else all."""
+        return self.tokens_per_rank if self.document_layout == "whole" else self.capacity
+
+    @property
     def tolerances(self) -> tuple[float, ...]:
         """Tolerances of balance that the planner chooses among, the finest first."""
         if self.balance_tolerance != AUTO:
@@ -124,7 +134,7 @@ class PlanSettings:
         """Return the size of a row of Q, of K and V, and of O in one layer."""
         return RowBytes.of_kind(kind, self.bytes_per_value)
 
-    def workers(self, rows: NDArray[np.int64]) -> Workers | None:
+    def workers(self, rows: IntArray) -> Workers | None:
         """Return the speeds of ranks that hold [ranks] rows besides.
 
         None if all ranks are alike.

@@ -33,7 +33,7 @@ WORKERS = 2**17
 PLAN_BYTES = 2**28
 """Most bytes of a plan's tables."""
 NO_BRANCHES = Branches(np.zeros(0, np.int64), np.zeros(0, np.int64))
-"""What is sent where no document continues another."""
+"""Sent in place of branches without prefix sharing."""
 
 
 @dataclass(frozen=True)
@@ -134,7 +134,7 @@ class PlanTables:
     worker: int
     kinds: tuple[AttentionKind, ...]
     # A tuple for each nano-batch: its numbers of documents, of parents and of first rows (both 0 if
-    # no document continues another), of segments, and of tasks of each kind.
+    # there is no prefix sharing), of segments, and of tasks of each kind.
     tables: tuple[tuple[int, ...], ...]
 
     @property

@@ -1,4 +1,4 @@
-"""Counts of a plan that its prediction needs: tasks of each group, and rows that travel."""
+"""Counts of a plan that its prediction needs: tasks of each kernel call, and rows that travel."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -9,10 +9,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hf_distca.plan import AttentionKind, NanoBatch, Plan
-from hf_distca.plan.arrays import IntArray
+from hf_distca.plan.arrays import FloatArray, IntArray, Table
 from hf_distca.plan.cost import RowBytes, pairs
 from hf_distca.plan.figures import RowsMoved, rows_between, rows_by_link
-from hf_distca.plan.intervals import Table, row_counts
+from hf_distca.plan.intervals import row_counts
 from hf_distca.plan.moves import held_pairs, rows_to_move
 from hf_distca.predict.seconds import DIAGONAL_ROWS, Tasks
 
@@ -142,7 +142,7 @@ def _groups_of_tasks(tasks: Table, plan: Plan) -> tuple[Tasks, Tasks, Tasks]:
     ) -> Tasks:
         """Return [workers] sums over the chosen tasks."""
 
-        def total(amount: IntArray) -> NDArray[np.float64]:
+        def total(amount: IntArray) -> FloatArray:
             sums = np.bincount(tasks["target"], amount * chosen, plan.workers)
             return sums.astype(np.float64)
 

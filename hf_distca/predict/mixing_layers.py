@@ -62,7 +62,7 @@ def count_cuts(layout: Layout, nodes: Sequence[int]) -> CountedCuts:
     is_cut = rows < layout.lengths[segments["document"]]
     is_continued = position > 0
 
-    def sums(values: NDArray[np.int64] | NDArray[np.bool_]) -> IntArray:
+    def sums(values: IntArray | NDArray[np.bool_]) -> IntArray:
         """Return [ranks] the sum of a value of each segment."""
         return np.bincount(rank, values, ranks).astype(np.int64)
 

@@ -160,7 +160,7 @@ class LayerClocks:
         self._clock = self._clock + self._after[index]
 
     def _schedule(self, index: int) -> Schedule:
-        """Return the schedule of a nano-batch for a rank with tasks of every group."""
+        """Return the schedule of a nano-batch for a rank with tasks in every kernel call."""
         counts = self._nano_batches[index]
         return make_schedule(
             self._direction,

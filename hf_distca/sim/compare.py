@@ -183,7 +183,7 @@ def simulate(
     A document that is longer than all ranks hold is cut for every strategy, and counts as cut.
     """
     # 1. The micro-batches as training draws them, and the operations of the model in them.
-    capacity = run.plans.ranks * run.plans.tokens_per_rank
+    capacity = run.plans.capacity
     uncut = list(islice(micro_batches, count))
     full = [np.minimum(lengths, capacity) for lengths in uncut]
     drawn, drawn_for_ranks = _as_drawn(full, run)
@@ -420,7 +420,7 @@ def advice(compared: Compared, tokens_per_rank: int) -> Iterator[str]:
             "of them behind computation."
         )
         if planned.document_layout != "auto":
-            yield "A larger balance_tolerance moves fewer rows."
+            yield "A larger tolerance moves fewer rows: planning={'balance_tolerance': 0.1}."
 
 
 def _gains(compared: Compared, tokens_per_rank: int) -> Iterator[str]:

@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-from numpy.typing import NDArray
 
+from hf_distca.plan.arrays import Table
 from hf_distca.plan.nodes import node_sizes
 from hf_distca.planner.padding import NO_RANK, PlannedPadding
 from hf_distca.run import RunSpec
@@ -19,14 +19,14 @@ from hf_distca.sim.trees import DrawnBatch
 PADDED = "padded to the longest"
 PACKED = "packed on each rank"
 BALANCED = "whole sequences balanced"
-ALONE = "hf_distca, nothing shared"
+UNSHARED = "hf_distca, no prefix sharing"
 PLANNED = "hf_distca"
-"""Strategies that are compared; without sharing only where sequences begin alike."""
+"""Strategies that are compared; UNSHARED only where sequences have equal prefixes."""
 INTEGER_BYTES = 16
 """Bytes of a token that travels: its id and its position."""
 
 Batches = Sequence[Sequence[int]]
-"""[ranks] lengths of the sequences that each rank is given."""
+"""[ranks] lengths of the sequences in each rank's batch."""
 
 
 @dataclass(frozen=True)
@@ -49,8 +49,8 @@ def simulate_padded(
     """Simulate batches of sequences under every strategy.
 
     Args:
-        plan: makes plans for a batch, for a run with or without a backward. Equal beginnings are
-            computed once where the batch has hashes.
+        plan: makes plans for a batch, for a run with or without a backward. Prefixes are shared if
+            the batch has hashes.
     """
     forwards: dict[str, list[StepTime]] = {}
     steps: dict[str, list[StepTime]] = {}
@@ -64,7 +64,7 @@ def simulate_padded(
         ):
             planned = {PLANNED: plan(batch, run_of_batch)}
             if batch.hashes is not None:
-                planned = {ALONE: plan(DrawnBatch(batch.lengths), run_of_batch), **planned}
+                planned = {UNSHARED: plan(DrawnBatch(batch.lengths), run_of_batch), **planned}
             for name, step in steps_of(batch.lengths, planned, run_of_batch).items():
                 step_times.setdefault(name, []).append(step)
         batch_tokens = sum(map(sum, batch.lengths))
@@ -138,14 +138,14 @@ def _travel_seconds(planned: PlannedPadding, run: RunSpec) -> float:
     link = run.device.exchange.within if one_node else run.device.exchange.between
     hidden_bytes = run.model.hidden * run.device.bytes_per_value
     hidden_travels = 1 if run.forward_only else 2
-    sent = _most_rows(planned.travelling(planned.sequences.held), run)
-    returned = _most_rows(planned.travelling(planned.sequences.read), run)
+    sent = _most_rows(planned.travelling(planned.sequences.rank_rows), run)
+    returned = _most_rows(planned.travelling(planned.sequences.sequence_tokens), run)
     token_seconds = link.seconds(np.array(sent * INTEGER_BYTES, float))
     state_seconds = link.seconds(np.array(returned * hidden_bytes, float))
     return float(token_seconds + hidden_travels * state_seconds)
 
 
-def _most_rows(travelling: NDArray[np.void], run: RunSpec) -> int:
+def _most_rows(travelling: Table, run: RunSpec) -> int:
     """Return the most rows that a rank sends, or receives."""
     leaves = (travelling["source"] != NO_RANK) & (travelling["source"] != travelling["rank"])
     rows = (travelling["stop"] - travelling["start"])[leaves]
@@ -188,6 +188,6 @@ COMPARED = {
     PADDED: "padding",
     PACKED: "packing each rank's own rows",
     BALANCED: "balancing whole sequences",
-    ALONE: "planning each sequence alone",
+    UNSHARED: "planning without prefix sharing",
 }
 """Strategies in the order in which the advice names them, and their names in a sentence."""

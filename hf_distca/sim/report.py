@@ -66,9 +66,9 @@ PLANNED = (
 PADDED_ROWS = (
     "Trainers of preferences and rollouts pad the sequences of a batch. Padded to the longest: "
     "every rank computes its padding too. Packed on each rank: a rank computes its own tokens "
-    "alone. Whole sequences balanced: sequences move between ranks, and none is cut. hf_distca: "
-    "what pack_padded does; rows and core attention are balanced, and equal beginnings are "
-    "computed once. Nothing shared: with share_prefixes=False. Rows: those that all ranks compute. "
+    "only. Whole sequences balanced: sequences move between ranks, and none is cut. hf_distca: "
+    "what pack_padded does; rows and core attention are balanced, and equal prefixes are computed "
+    "once. No prefix sharing: with share_prefixes=False. Rows: those that all ranks compute. "
     "Imbalance: computation of the busiest rank over the mean."
 )
 """Meaning of the table of padded batches."""

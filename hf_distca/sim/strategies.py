@@ -124,28 +124,27 @@ def plain(lengths: IntArray, run: RunSpec) -> StepTime:
 def packed_rows(lengths: IntArray, run: RunSpec) -> tuple[list[list[int]], int]:
     """Pack documents into rows of equally many tokens.
 
-    A document that is too long for a rank is cut into pieces, which become separate documents and
+    A document that is too long for a rank is cut into spans, which become separate documents and
     lose context.
 
     Returns:
-        [ranks] lengths of the pieces in each row, and the number of cut documents.
+        [ranks] lengths of the spans in each row, and the number of cut documents.
     """
-    piece_lengths, cut_documents = _cut(lengths, run.plans.tokens_per_rank)
-    pieces = np.array(piece_lengths, np.int64)
-    order = largest_first(pieces)
-    # Each piece goes to the rank with the fewest tokens, whether that rank has room or not.
-    ranks = Bins([int(pieces.sum())] * run.plans.ranks)
-    rank_of_piece = ranks.pack(pieces, pieces, order, ranks.most_room)
-    return _by_bin(pieces, order, rank_of_piece, run.plans.ranks), cut_documents
+    span_lengths, cut_documents = _cut(lengths, run.plans.tokens_per_rank)
+    order = largest_first(span_lengths)
+    # Each span goes to the rank with the fewest tokens, whether that rank has room or not.
+    ranks = Bins([int(span_lengths.sum())] * run.plans.ranks)
+    rank_of_span = ranks.pack(span_lengths, span_lengths, order, ranks.most_room)
+    return _by_bin(span_lengths, order, rank_of_span, run.plans.ranks), cut_documents
 
 
 def _by_bin(
-    pieces: IntArray, order: IntArray, bin_of_piece: IntArray, bins: int
+    span_lengths: IntArray, order: IntArray, bin_of_span: IntArray, bins: int
 ) -> list[list[int]]:
-    """Return the lengths of the pieces in each bin, in the order in which they were packed."""
+    """Return the lengths of the spans in each bin, in the order in which they were packed."""
     lengths_of_bin: list[list[int]] = [[] for _ in range(bins)]
-    for piece in order.tolist():
-        lengths_of_bin[bin_of_piece[piece]].append(int(pieces[piece]))
+    for span in order.tolist():
+        lengths_of_bin[bin_of_span[span]].append(int(span_lengths[span]))
     return lengths_of_bin
 
 
@@ -155,16 +154,15 @@ def whole_documents(lengths: IntArray, run: RunSpec, group: Group = ONE_RANK) ->
     With rows divided it is the baseline of WLB-LLM and of the paper.
     """
     most_tokens = run.plans.tokens_per_rank * group.ranks
-    piece_lengths, cut_documents = _cut(lengths, most_tokens)
-    pieces = np.array(piece_lengths, np.int64)
-    costs = document_seconds(pieces, run.costs)
+    span_lengths, cut_documents = _cut(lengths, most_tokens)
+    costs = document_seconds(span_lengths, run.costs)
     order = largest_first(costs)
     count = run.plans.ranks // group.ranks
     groups = Bins([most_tokens] * count)
-    group_of_piece = groups.pack(
-        pieces, costs, order, groups.least_work, when_full=groups.most_room
+    group_of_span = groups.pack(
+        span_lengths, costs, order, groups.least_work, when_full=groups.most_room
     )
-    documents = _by_bin(pieces, order, group_of_piece, count)
+    documents = _by_bin(span_lengths, order, group_of_span, count)
     return on_ranks(documents, run, group, cut_documents)
 
 
@@ -210,18 +208,18 @@ def step_of_plan(plan: MicroBatchPlan, run: RunSpec) -> StepTime:
     return replace(step, mixing_runs=int(runs.max()), mixing_bytes=mixing_bytes)
 
 
-def _cut(lengths: IntArray, piece_tokens: int) -> tuple[list[int], int]:
-    """Cut documents into pieces of at most `piece_tokens` tokens.
+def _cut(lengths: IntArray, span_tokens: int) -> tuple[IntArray, int]:
+    """Cut documents into spans of at most `span_tokens` tokens.
 
-    Return the pieces and the number of cut documents.
+    Return the lengths of the spans and the number of cut documents.
     """
-    pieces: list[int] = []
+    span_lengths: list[int] = []
     for length in lengths.tolist():
-        full_pieces, remaining_tokens = divmod(length, piece_tokens)
-        pieces += [piece_tokens] * full_pieces
+        full_spans, remaining_tokens = divmod(length, span_tokens)
+        span_lengths += [span_tokens] * full_spans
         if remaining_tokens:
-            pieces.append(remaining_tokens)
-    return pieces, int((lengths > piece_tokens).sum())
+            span_lengths.append(remaining_tokens)
+    return np.array(span_lengths, np.int64), int((lengths > span_tokens).sum())
 
 
 def on_ranks(documents: Documents, run: RunSpec, group: Group = ONE_RANK, cut: int = 0) -> StepTime:

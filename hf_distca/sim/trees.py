@@ -1,4 +1,4 @@
-"""Sequences that begin alike: the turns of agents' sessions, each with all turns before it."""
+"""Sequences with equal prefixes: turns of agents' sessions, each with all turns before it."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -19,10 +19,10 @@ The distribution is not published. All sessions are taken to have so many turns 
 
 @dataclass(frozen=True)
 class DrawnBatch:
-    """Sequences that all ranks are given."""
+    """Sequences in the batches of all ranks."""
 
     lengths: list[list[int]]  # [ranks][sequences]
-    hashes: list[list[Hashes]] | None = None  # of each sequence; None if none begin alike
+    hashes: list[list[Hashes]] | None = None  # of each sequence; None without prefix sharing
 
 
 def turns(random: np.random.Generator) -> Iterator[tuple[int, Hashes]]:
@@ -50,7 +50,7 @@ def _hashes(session: int, length: int) -> Hashes:
 
 
 def turn_lengths() -> Draw:
-    """Return a draw of the lengths of sequences, each of which is computed alone."""
+    """Return a draw of the lengths of sequences, for figures without prefix sharing."""
 
     def draw(random: np.random.Generator, count: int) -> IntArray:
         return np.array([length for length, _ in islice(turns(random), count)], np.int64)

@@ -41,7 +41,7 @@ class RankStep:
     rank: int
     begin: int
     end: int
-    stretches: list[tuple[int, int, Activity]] = field(default_factory=list)
+    activities: list[tuple[int, int, Activity]] = field(default_factory=list)
     """(begin, end, activity) of attention and waits, by begin; the rest of the step is other."""
     # Duration of each section.
     sections: dict[str, int] = field(default_factory=dict)
@@ -52,7 +52,7 @@ class RankStep:
     def add(self, category: str, name: str, begin: int, duration: int) -> None:
         """Add a slice that begins within the step; slices come in order of time."""
         if category in CATEGORIES:
-            self.stretches.append((begin, begin + duration, CATEGORIES[category]))
+            self.activities.append((begin, begin + duration, CATEGORIES[category]))
             if self.others:  # the slice lies in the section that began last
                 self.others[self.section] -= duration
         elif category == "section":
@@ -63,7 +63,7 @@ class RankStep:
     def totals(self) -> dict[Activity, int]:
         """Return the nanoseconds of each activity; their sum is the step."""
         totals = dict.fromkeys(NAMES, 0)
-        for begin, end, activity in self.stretches:
+        for begin, end, activity in self.activities:
             totals[activity] += end - begin
         return totals | {"other": self.end - self.begin - sum(totals.values())}
 
@@ -148,7 +148,7 @@ def runs(
     activities = (*NAMES, None)
     middles = begin + (np.arange(count) + 0.5) * (end - begin) / count
     cells = np.full(count, activities.index(None))
-    for start, stop, activity in [(step.begin, step.end, "other"), *step.stretches]:
+    for start, stop, activity in [(step.begin, step.end, "other"), *step.activities]:
         first_cell, last_cell = np.searchsorted(middles, (start, stop))
         cells[first_cell:last_cell] = activities.index(activity)
     ends = [0, *(np.flatnonzero(np.diff(cells)) + 1).tolist(), count]

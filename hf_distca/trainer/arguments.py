@@ -7,21 +7,37 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from accelerate.utils import parse_flag_from_env
+from tqdm.auto import tqdm
 from transformers import TrainingArguments
 
 from hf_distca.checks.argument_rules import ARGUMENTS, PACKED_ARGUMENTS
-from hf_distca.checks.launch_rules import NOT_CONNECTED
 from hf_distca.checks.refusal import RefusedError, Rule, check, errors_of
 from hf_distca.checks.setting_names import CHECKPOINTING
 from hf_distca.config import DistCAConfig
 from hf_distca.models.checkpointing import move_default
 from hf_distca.pool.launch import Launch, on_cpu, serve_if_server, split_launch
 from hf_distca.trainer.launch_facts import refused_processes
-from hf_distca.trainer.parallel import ProcessCounts, join_on_cpu, share_on_cpu
+from hf_distca.trainer.parallel import join_on_cpu, share_on_cpu
 from hf_distca.units import setting
 
 LIGERS_LOSSES = ("fused_linear_cross_entropy", "cross_entropy")
 """Liger kernels that replace the loss of a model, or of all of transformers."""
+
+ATTENTION = "attn_implementation"
+"""Argument of `from_pretrained` that hf_distca replaces."""
+
+BY_PLAN: dict[str, tuple[Any, ...]] = {
+    "per_device_train_batch_size": (1,),
+    "per_device_eval_batch_size": (1,),
+    "train_sampling_strategy": ("random", "sequential"),
+    "dataloader_drop_last": (False,),
+    "dataloader_in_order": (True,),
+    "accelerator_config.split_batches": (False,),
+    "accelerator_config.dispatch_batches": (None, False),
+    "accelerator_config.even_batches": (True,),
+    "accelerator_config.use_seedable_sampler": (True,),
+}
+"""Arguments that only say how documents become batches, and their values that need no word."""
 
 if TYPE_CHECKING:
     _Arguments = TrainingArguments
@@ -60,6 +76,7 @@ class DistCAPaddedArguments(DistCAConfig, _Arguments):
         move_default(self)
         parent: Any = super(DistCAConfig, self)
         parent.__post_init__()
+        self._accept_other_attention()
         check(self._rules, self)
 
     def _refused(self) -> list[RefusedError]:
@@ -86,6 +103,13 @@ class DistCAPaddedArguments(DistCAConfig, _Arguments):
             self.activation_offloading = False
             self.offload_activations = True
 
+    def _accept_other_attention(self) -> None:
+        """Leave out the attention of a model given by name, which gets planned attention."""
+        options = getattr(self, "model_init_kwargs", None)
+        if options and ATTENTION in options:
+            others = {name: value for name, value in options.items() if name != ATTENTION}
+            vars(self)["model_init_kwargs"] = others  # a field that some arguments do not have
+
     def serve_if_server(self) -> None:
         """Serve until training ends if this process is an attention server of its launch.
 
@@ -102,7 +126,11 @@ class DistCAPaddedArguments(DistCAConfig, _Arguments):
     def to_dict(self) -> dict[str, Any]:
         """Return the arguments for JSON, from which they can be made again."""
         parent: Any = super()
-        return {**parent.to_dict(), "attention_servers": self.attention_servers.plain()}
+        return {
+            **parent.to_dict(),
+            "attention_servers": self.attention_servers.plain(),
+            "planning": self.planning.plain(),
+        }
 
     @cached_property
     def _setup_devices(self) -> torch.device:
@@ -113,7 +141,6 @@ class DistCAPaddedArguments(DistCAConfig, _Arguments):
         self.serve_if_server()
         parent: Any = super()
         device: torch.device = parent._setup_devices
-        check((NOT_CONNECTED,), ProcessCounts.of_this_process())
         share_on_cpu(self)
         return device
 
@@ -188,6 +215,26 @@ class DistCAArguments(DistCAPaddedArguments):
                 **(self.liger_kernel_config or {}),
                 **dict.fromkeys(LIGERS_LOSSES, False),
             }
+
+
+def print_left_out(args: Any, collator: Any) -> None:
+    """Print, in one line, which arguments have no effect on packed documents.
+
+    Args:
+        collator: what the trainer was given and does not use; None if it was given none.
+    """
+    left_out = list(args.left_out)
+    for path, plain in BY_PLAN.items():
+        value = args
+        for name in path.split("."):
+            value = getattr(value, name, plain[0])
+        if value not in plain:
+            left_out.append(f"{path}={value!r}")
+    if collator is not None:
+        left_out.append(f"data_collator={getattr(collator, '__name__', type(collator).__name__)}")
+    if left_out:
+        tokens = f"a rank trains on up to tokens_per_rank={args.tokens_per_rank} tokens at a time"
+        tqdm.write(f"Documents are packed by length: {tokens}. No effect: {', '.join(left_out)}")
 
 
 @dataclass

@@ -25,26 +25,22 @@ from hf_distca.dispatch.process_groups import (
     raised_together,
     ranks_per_node,
 )
+from hf_distca.memory.fitting import fit_into_memory, offload_activations
 from hf_distca.models import fla
-from hf_distca.models.checkpointing import layers_with_checkpoints
-from hf_distca.models.decoder import base_model, mixing_layers
+from hf_distca.models.checkpointing import checkpointed_layers, layers_with_checkpoints
+from hf_distca.models.decoder import mixing_layers
 from hf_distca.models.describe import describe_run
 from hf_distca.models.images import image_model
-from hf_distca.models.loading import plan_attention
-from hf_distca.models.model_facts import check_is_model
-from hf_distca.models.sharing import shares_prefixes, why_sequences_stay_alone
+from hf_distca.models.sharing import shares_prefixes, why_sequences_share_nothing
 from hf_distca.models.tables import model_limits
 from hf_distca.patches.head import adapted_heads
 from hf_distca.patches.layers import plan_layers
 from hf_distca.patches.padded_models import pack_backbone
 from hf_distca.patches.prepare import prepare_model
+from hf_distca.profiling.costs import with_costs
 from hf_distca.run import RunSpec
 from hf_distca.trainer import parallel
-from hf_distca.trainer.costs import with_costs
-from hf_distca.trainer.fitting import fit_into_memory
 from hf_distca.trainer.launch_facts import check_trainer
-from hf_distca.trainer.memory import checkpointed_layers, facts_of_launch
-from hf_distca.trainer.offload import offload_activations
 from hf_distca.trainer.resuming import check_agreement
 from hf_distca.units import AUTO
 
@@ -73,11 +69,12 @@ def make_dispatcher(
 
     This is a collective call: every process of the world makes it at the same point, before
     `Accelerator.prepare`, DDP, FSDP2 or DeepSpeed wraps the model. It changes the model in place:
-    decoder layers for `config.ping_pong`, MLPs for `config.mlp_chunk_rows`, and the output head for
+    decoder layers for ping-pong, MLPs for `config.mlp_chunk_rows`, and the output head for
     `config.loss_chunk_bytes`.
 
     Args:
-        model: A model that was loaded with `attn_implementation="distca"`.
+        model: A loaded model of transformers, or PEFT's around one. Planned attention replaces its
+            own.
         config: Settings for packing, balancing and exchanging.
         device: Device of this rank.
         dtype: Dtype of core attention. None takes the model's. Under autocast give autocast's
@@ -103,10 +100,6 @@ def make_dispatcher(
     _check_same_settings(config)
     launched = ranks_per_node(mesh, config.exchange_timeout)
     with raised_together(config.exchange_timeout):
-        check_is_model(model)
-        plan_attention(base_model(model))
-        if checkpointed is None:
-            checkpointed = layers_with_checkpoints(model)
         run = describe_run(
             model,
             config,
@@ -114,8 +107,12 @@ def make_dispatcher(
             device=device,
             dtype=dtype,
             ranks_per_node=launched,
-            **{"checkpointing": {} if checkpointed else None, **facts},
+            **facts,
         )
+        if checkpointed is None:
+            checkpointed = layers_with_checkpoints(model)
+        if "checkpointing" not in facts:
+            run = replace(run, checkpointing={} if checkpointed else None)
     dispatcher = Dispatcher(
         run.plans,
         device,
@@ -158,7 +155,8 @@ def pack_padded(
     never trained, such as a reference model, may be wrapped already.
 
     Args:
-        model: A model that was loaded with `attn_implementation="distca"`.
+        model: A loaded model of transformers, or PEFT's around one. Planned attention replaces its
+            own.
         config: Settings for packing, balancing and exchanging. All ranks together hold
             `tokens_per_rank` tokens a rank at a time; more tokens are computed one micro-batch
             after another.
@@ -175,9 +173,8 @@ def pack_padded(
         dispatcher = make_dispatcher(model, config, device, **options)
     else:
         with dispatcher.groups.raised_together():
-            plan_attention(base_model(model))
             prepare_model(model, dispatcher.run)
-    shares = shares_prefixes(config, why_sequences_stay_alone(model), dispatcher.groups.rank)
+    shares = shares_prefixes(config, why_sequences_share_nothing(model), dispatcher.groups.rank)
     batches = PaddedBatches(dispatcher, share_prefixes=shares, image_model=image_model(model))
     pack_backbone(model, batches)
     return dispatcher
@@ -248,7 +245,8 @@ def prepare_trainer(trainer: Trainer, *, packs: bool) -> Dispatcher:
     # several micro-batches.
     layers_run_once = not packs and parallel.gathers_parameters(accelerator)
     dtype = parallel.dtype_of_computation(model, args, accelerator)
-    facts = facts_of_launch(model, args, accelerator, dtype)
+    never_turns = layers_run_once and args.planning.ping_pong == AUTO
+    facts = parallel.facts_of_launch(model, args, accelerator, dtype)
     dispatcher = make_dispatcher(
         model,
         args,
@@ -257,7 +255,7 @@ def prepare_trainer(trainer: Trainer, *, packs: bool) -> Dispatcher:
         mesh=parallel.data_parallel_mesh(accelerator),
         checkpointed=checkpointed_layers(model, facts["checkpointing"]),
         folder=Path(str(args.output_dir)),
-        planning={"ping_pong": False} if layers_run_once and args.ping_pong == AUTO else None,
+        planning={"ping_pong": False} if never_turns else None,
         **facts,
     )
     if args.device.type == "cuda":  # the memory of other devices is unknown

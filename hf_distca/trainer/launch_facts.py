@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from accelerate import DistributedType
 from accelerate.utils import DynamoBackend
-from torch import nn
 
 from hf_distca.checks.argument_rules import GIVEN, PACKED_GIVEN, WITHOUT_SETTINGS
 from hf_distca.checks.launch_rules import PROCESSES, TRAINER
@@ -24,9 +23,16 @@ from hf_distca.collator.documents import check_dataset
 from hf_distca.models.checkpointing import checkpointing_options
 from hf_distca.models.decoder import base_model
 from hf_distca.models.images import image_model
-from hf_distca.models.model_facts import GivenModel, check_is_model, reads_earlier_keys
+from hf_distca.models.model_facts import (
+    GivenModel,
+    check_is_model,
+    reads_earlier_keys,
+    tied_in,
+    trained_towers,
+    transposed_adapters,
+)
 from hf_distca.models.tensor_parallel import is_divided_at_load
-from hf_distca.trainer.parallel import DDP, asked_for, launched_processes, trained_towers
+from hf_distca.trainer.parallel import DDP, asked_for, launched_processes
 
 SUMMED_GRADIENTS = "replicated_with_grad_allreduce"
 """Name in transformers for modules that stay whole inside divided attention, such as norms of Q and
@@ -175,34 +181,6 @@ def _facts_of_model(trainer: Any) -> dict[str, Any]:
         "tied_tokens": tied_in(base, "TrainableTokensWrapper") if is_fsdp2 else [],
         "views": transposed_adapters(model) if is_adapted and not is_divided else [],
     }
-
-
-def transposed_adapters(model: nn.Module) -> list[str]:
-    """Return the names of trained weights that are transposed views.
-
-    PEFT makes them for a LoRA of tied embeddings.
-    """
-    return [
-        name
-        for name, weight in model.named_parameters()
-        if weight.requires_grad and not weight.is_contiguous()
-    ]
-
-
-def tied_in(model: Any, wrapper: str) -> list[str]:
-    """Return the names of embeddings that share a weight and that PEFT wraps.
-
-    Args:
-        wrapper: name of PEFT's class around the embedding of the input or of the output.
-    """
-    if not getattr(model.config.get_text_config(decoder=True), "tie_word_embeddings", False):
-        return []
-    embeddings = {id(model.get_input_embeddings()), id(model.get_output_embeddings())}
-    return [
-        name
-        for name, module in model.named_modules()
-        if id(module) in embeddings and type(module).__name__ == wrapper
-    ]
 
 
 # A training

@@ -1,4 +1,4 @@
-"""Metrics that a training logs: their meanings, their computation, and warnings with remedies."""
+"""Metrics that a training logs: meanings, computation, the few on a console, and warnings."""
 
 import logging
 import math
@@ -11,21 +11,20 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import nn
-from transformers import TrainerCallback
+from transformers import PrinterCallback, ProgressCallback, TrainerCallback
+from transformers.trainer_callback import CallbackHandler
 
 from hf_distca.config import DistCAConfig
 from hf_distca.dispatch.bound import BoundPlan, Ran
 from hf_distca.dispatch.dispatcher import Dispatcher
 from hf_distca.dispatch.padded_rows import PackedBatch
 from hf_distca.kernels.speed import peak_flops
-from hf_distca.models.decoder import base_model
+from hf_distca.models.flops import flops_counter
 from hf_distca.models.kinds import layers_by_kind
-from hf_distca.models.shape import count_of, weights_met
 from hf_distca.plan import AttentionKind, MicroBatchPlan, PlanChoice
-from hf_distca.plan.cost import pairs
 from hf_distca.plan.figures import loads_of
 from hf_distca.pool.rank.pool import FIGURES
-from hf_distca.trainer.costs import LearnedCosts
+from hf_distca.profiling.costs import LearnedCosts
 from hf_distca.units import AUTO
 
 logger = logging.getLogger(__name__)
@@ -39,7 +38,7 @@ NODES = "Ranks share nodes"
 CHOSEN = "The planner chooses"
 CUDA = "CUDA"
 PADDED = "Trainers with padded batches"
-SHARED = "Sequences share rows"
+SHARED = "Prefix sharing"
 
 
 class Metric(NamedTuple):
@@ -153,50 +152,6 @@ def _choices(plans: Sequence[MicroBatchPlan]) -> list[PlanChoice] | None:
     return choices if len(choices) == len(plans) else None
 
 
-FORWARD_AND_BACKWARD = 6.0
-"""FLOPs of a trained weight for a token: a multiplication and an addition in the forward, and twice
-as many in the backward."""
-FORWARD_AND_INPUT_GRADIENT = 4.0
-"""The same for a frozen weight, which has no gradient of its own."""
-
-
-def flops_counter(model: nn.Module, processes_per_rank: int) -> Callable[[MicroBatchPlan], float]:
-    """Return a function that counts the FLOPs of a micro-batch on all ranks, as MFU defines them.
-
-    Weights count if they are active for a token. Core attention counts by query-key pairs that are
-    not masked.
-
-    Args:
-        processes_per_rank: processes that share each layer's heads.
-    """
-    base = base_model(model)
-    layers = layers_by_kind(model)
-    active_numbers = weights_met(base)
-    head = getattr(base.get_output_embeddings(), "weight", None)
-    if head is not None:
-        active_numbers[head] = float(count_of(head))
-    flops_per_token = 0.0
-    for weight, count in active_numbers.items():
-        is_trained = weight.requires_grad
-        flops_per_token += count * (
-            FORWARD_AND_BACKWARD if is_trained else FORWARD_AND_INPUT_GRADIENT
-        )
-
-    def count_flops(plan: MicroBatchPlan) -> float:
-        total = flops_per_token * float(plan.tokens.sum())
-        for nano_batch in plan.nano_batches:
-            for kind, kind_plan in nano_batch.plans.items():
-                width = kind.q_heads * (kind.dim_qk + kind.dim_v) * processes_per_rank
-                layout = kind_plan.layout
-                pair_count = float(
-                    np.sum(pairs(layout.own_starts, layout.lengths, kind_plan.window))
-                )
-                total += layers[kind] * FORWARD_AND_BACKWARD * width * pair_count
-        return total
-
-    return count_flops
-
-
 class StepMeter(TrainerCallback):
     """Collect figures of micro-batches and return them when the trainer logs."""
 
@@ -302,7 +257,7 @@ class StepMeter(TrainerCallback):
         }
         if measured.padded_rows:
             figures["padding_share"] = 1 - tokens / measured.padded_rows
-        # Rows a step, where padding is left out or beginnings are shared.
+        # Rows a step, where padding is left out or prefixes are shared.
         if self.steps and (measured.padded_rows or shared_rows):
             figures["computed_rows"] = (tokens - shared_rows) / self.steps
             figures["shared_rows"] = shared_rows / self.steps
@@ -385,20 +340,88 @@ def _mean(values: Iterable[float]) -> float:
     return sum(listed) / len(listed)
 
 
+# The console
+
+
+def for_console(logs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return logs with a few readable figures in place of all figures of hf_distca.
+
+    All figures are shares and ratios. Imbalance is left out where no core attention moves: whole
+    documents then lie where ranks finish together, with all that their tokens take.
+
+    Texts are in ASCII: some terminals cannot print other characters, and raise an error.
+    """
+    short = {name: value for name, value in logs.items() if not name.startswith(PREFIX)}
+    figures = {
+        name.removeprefix(PREFIX): value for name, value in logs.items() if name.startswith(PREFIX)
+    }
+    if "tokens_per_second" in figures:
+        short["tokens/s"] = f"{figures['tokens_per_second']:,.0f}"
+    if figures.get("exchange_bytes"):
+        short["imbalance"] = (
+            f"{figures['imbalance_degree_packed']:.2f} -> {figures['imbalance_degree']:.2f}"
+        )
+    if "exposed_exchange_share" in figures:
+        short["exposed wait"] = f"{figures['exposed_exchange_share']:.1%}"
+    if "gain_predicted" in figures:
+        short["gain"] = f"{figures['gain_predicted']:.2f}"
+    if "mfu" in figures:
+        short["mfu"] = f"{figures['mfu']:.1%}"
+    return short
+
+
+class ShortProgress(ProgressCallback):
+    """transformers' progress bar, which prints few figures beside it."""
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        """Print a log."""
+        base_callback: Any = super()  # without types
+        base_callback.on_log(args, state, control, logs=for_console(logs or {}), **kwargs)
+
+
+class ShortPrinter(PrinterCallback):
+    """transformers' printer of logs, which prints few figures."""
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        """Print a log."""
+        base_callback: Any = super()  # without types
+        base_callback.on_log(args, state, control, logs=for_console(logs or {}), **kwargs)
+
+
+SHORT: dict[type[TrainerCallback], type[TrainerCallback]] = {
+    ProgressCallback: ShortProgress,
+    PrinterCallback: ShortPrinter,
+}
+"""For each callback of transformers that prints logs, the class that prints few figures."""
+
+
+def shorten_console(handler: CallbackHandler) -> None:
+    """Let transformers' own callbacks print few figures.
+
+    Callbacks of other classes stay as they are.
+    """
+    for callback in handler.callbacks:
+        if type(callback) in SHORT:
+            # The same object, because a user may hold it, and may have set its `max_str_len`.
+            callback.__class__ = SHORT[type(callback)]
+
+
+# Warnings
+
 STEPS = 50
 """Number of steps averaged for a warning: fewer steps depend too much on their documents."""
 REMEDIES = {
     "imbalance_degree": (
         "distca/imbalance_degree is {1:.2f}: the busiest rank computes that many times the mean "
-        "core attention, and all ranks wait for it; set balance_tolerance to 0.01 (it is "
-        "{0.balance_tolerance}), lower balance_block_size (it is {0.balance_block_size}), or "
-        "raise tokens_per_rank"
+        "core attention, and all ranks wait for it; leave balance_tolerance (it is "
+        "{0.planning.balance_tolerance}) and balance_block_size (it is "
+        "{0.planning.balance_block_size}) out of planning, or raise tokens_per_rank"
     ),
     "exposed_exchange_share": (
         "distca/exposed_exchange_share is {1:.2f}: a rank waits for rows during that share of a "
-        "step; leave ping_pong (it is {0.ping_pong}) and balance_tolerance (it is "
-        "{0.balance_tolerance}) at 'auto', check links and nodes with hf-distca doctor, and find "
-        "the long waits with trace_steps=3"
+        "step; leave ping_pong (it is {0.planning.ping_pong}) and balance_tolerance (it is "
+        "{0.planning.balance_tolerance}) out of planning, check links and nodes with hf-distca "
+        "doctor, and find the long waits with trace_steps=3"
     ),
     "ping_pong_share": (
         "distca/ping_pong_share is {1:.2f}: few micro-batches run as two nano-batches, so "
@@ -422,9 +445,9 @@ class Remedies:
         # Least and greatest mean of a figure without a warning.
         self._limits = {"exposed_exchange_share": (-math.inf, 0.1)}
         # With "auto" the planner chooses these two.
-        if settings.balance_tolerance != AUTO:
+        if settings.planning.balance_tolerance != AUTO:
             self._limits["imbalance_degree"] = (-math.inf, 1.1)
-        if ping_pong and settings.ping_pong is True:
+        if ping_pong and settings.planning.ping_pong is True:
             self._limits["ping_pong_share"] = (0.1, math.inf)
         self._seen: list[tuple[int, Mapping[str, float]]] = []  # steps, and means over them
         self._seen_without_targets = False

@@ -17,34 +17,24 @@ from transformers.trainer_utils import (
 from hf_distca.checks.data_rules import Data
 from hf_distca.checks.run_rules import Run
 from hf_distca.collator.collation import TARGET_ROWS
-from hf_distca.collator.documents import check_dataset
+from hf_distca.collator.documents import check_dataset, is_stream
+from hf_distca.collator.padding_free import gives_rows, lengths_read_on_host
+from hf_distca.collator.place import DataPlace, DataProgress, capacity_and_bins
 from hf_distca.collator.streams import EpochStream, StreamPacker
+from hf_distca.dispatch.upcoming import UpcomingBatches
 from hf_distca.models.decoder import mixing_layers
-from hf_distca.models.sharing import shares_prefixes
+from hf_distca.models.sharing import shares_prefixes, why_training_shares_nothing
 from hf_distca.patches.targets import repeat_target_rows
 from hf_distca.plan import PLAN_KEY, MicroBatchPlan
+from hf_distca.profiling.costs import LearnedCosts
 from hf_distca.trainer import resuming
-from hf_distca.trainer.accepted import arguments_by_name, print_left_out, without_row_collator
-from hf_distca.trainer.costs import LearnedCosts
-from hf_distca.trainer.loaders import (
-    EvaluationLoader,
-    PackedLoaders,
-    UpcomingBatches,
-    check_beginnings,
-    is_stream,
-    lengths_read_on_host,
-)
-from hf_distca.trainer.planned import PlannedTraining
-from hf_distca.trainer.predictions import EvaluatedRows, Predictions
-from hf_distca.trainer.sharing import why_alone_in
+from hf_distca.trainer.arguments import print_left_out
+from hf_distca.trainer.evaluation import Evaluated, EvaluationLoader, Predictions
+from hf_distca.trainer.loaders import PackedLoaders, check_beginnings
+from hf_distca.trainer.planned import PlannedTraining, arguments_by_name
 from hf_distca.units import counted
 
 logger = logging.getLogger(__name__)
-
-ACCURACY = "mean_token_accuracy"
-"""Name of a metric, as in TRL: share of the targets that have the greatest logit."""
-ENTROPY = "entropy"
-"""Name of a metric, as in TRL: mean entropy of the predicted tokens, in nats."""
 
 
 class DistCAMixin(PlannedTraining):
@@ -77,12 +67,14 @@ class DistCAMixin(PlannedTraining):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         given = arguments_by_name(super().__init__, args, kwargs)
-        arguments = self._checked(without_row_collator(given))
+        collator = given.get("data_collator")
+        left_out = collator if gives_rows(collator) else None
+        arguments = self._checked(given if left_out is None else {**given, "data_collator": None})
         # Otherwise the user's collator makes the batches.
         self._packs = arguments.get("data_collator") is None
         super().__init__(**arguments)
         if self._packs and self.args.process_index == 0:
-            print_left_out(self.args, given.get("data_collator"))
+            print_left_out(self.args, left_out)
         # The number of targets reaches the loss as the plan reaches attention: as a keyword. Models
         # with a tower say otherwise (`accepts_loss_kwargs`), since images change what they count.
         self.model_accepts_loss_kwargs = True
@@ -93,10 +85,10 @@ class DistCAMixin(PlannedTraining):
         self._costs = LearnedCosts(dispatcher)
         self.meter.compare_with(self._costs)
         self.add_callback(self._costs)
-        self._progress = resuming.DataProgress(resuming.DataPlace({}))
+        self._progress = DataProgress(DataPlace({}))
         self._loaders = PackedLoaders(self, dispatcher)
         self._shares = self._packs and shares_prefixes(
-            self.args, why_alone_in(self), self.args.process_index
+            self.args, why_training_shares_nothing(self), self.args.process_index
         )
         # Iterator of the present pass over the training data.
         self._epoch_iterator: Iterator[Any] | None = None
@@ -105,11 +97,9 @@ class DistCAMixin(PlannedTraining):
         self._packer: StreamPacker | None = None
         # Loaders of the trainer's own evaluation data, by the id of the data set.
         self._evaluation_loaders: dict[int, DataLoader[Any]] = {}
-        # Of the present evaluation: micro-batches to come, rows that were evaluated, and for each
-        # micro-batch this rank's sum of losses and the targets of all ranks.
+        # Of the present evaluation: micro-batches to come, and what was evaluated.
         self._upcoming_evaluated = UpcomingBatches(dispatcher)
-        self._rows = EvaluatedRows()
-        self._evaluated: list[tuple[float, float]] = []
+        self._evaluated = Evaluated()
 
     # Data
 
@@ -125,9 +115,7 @@ class DistCAMixin(PlannedTraining):
                 others: DataLoader[Any] = super()._get_dataloader(**arguments)
             return others
         shuffle = is_training and self.args.train_sampling_strategy != "sequential"
-        capacity, bins = resuming.capacity_and_bins(
-            self._progress.start.order if is_training else {}
-        )
+        capacity, bins = capacity_and_bins(self._progress.start.order if is_training else {})
         loader = self._loaders.loader(
             dataset,
             shuffle=shuffle,
@@ -173,8 +161,6 @@ class DistCAMixin(PlannedTraining):
             return chosen
         if not isinstance(datasets, dict):
             raise Data.A_NAME.error(name="eval_dataset", given=chosen)
-        if chosen not in datasets:
-            raise Data.NO_SUCH_NAME.error(given=chosen, names=", ".join(map(repr, datasets)))
         return datasets[chosen]
 
     def _is_own_evaluation_dataset(self, dataset: Any) -> bool:
@@ -276,7 +262,7 @@ class DistCAMixin(PlannedTraining):
         order = resuming.data_order(
             self, self.dispatcher, self._loaders, packs=self._packs, shares=self._shares
         )
-        if self._loaders.beginnings(self.train_dataset, shares=self._shares) is not None:
+        if self._loaders.prefixes(self.train_dataset, shares=self._shares) is not None:
             repeat_target_rows(self.model)
         place = resuming.agreed_place(order, checkpoint, self.args, groups)
         if self._packs:
@@ -289,7 +275,7 @@ class DistCAMixin(PlannedTraining):
                 order, self, self.dispatcher, self._loaders, shares=self._shares
             )
             place = place._replace(order=chosen)
-        self._progress = resuming.DataProgress(place)
+        self._progress = DataProgress(place)
 
     def _end_training(self) -> None:
         self._upcoming.close()
@@ -319,9 +305,9 @@ class DistCAMixin(PlannedTraining):
         if num_items_in_batch is None:  # evaluation of a trainer that takes the mean on each rank
             num_items_in_batch = self._get_num_items_in_batch([inputs], self.args.device)
         evaluates = return_outputs and not self.model.training
-        rows_before = self._rows.seen
+        rows_before = self._evaluated.seen
         # The head gives the rows' logits to this function, a chunk at a time.
-        plan.ran.watch = self._rows.see if evaluates else None
+        plan.ran.watch = self._evaluated.see if evaluates else None
         result = super().compute_loss(
             model,
             inputs,
@@ -338,8 +324,8 @@ class DistCAMixin(PlannedTraining):
         if evaluates and isinstance(result[1], dict):
             logits = result[1].get("logits")
             # Where the head gave no rows, the loss was computed from all logits at once.
-            if self._rows.seen == rows_before and isinstance(logits, Tensor):
-                self._rows.see_all(logits[0], inputs["shift_labels"][0])
+            if self._evaluated.seen == rows_before and isinstance(logits, Tensor):
+                self._evaluated.see_all(logits[0], inputs["shift_labels"][0])
         return result
 
     # Evaluation
@@ -366,14 +352,13 @@ class DistCAMixin(PlannedTraining):
         if loss_alone is None:
             loss_alone = self.args.prediction_loss_only
         predictions = None if loss_alone else self._new_predictions(arguments["dataloader"])
-        self._evaluated = []
-        self._rows = EvaluatedRows(predictions)
+        self._evaluated = Evaluated(predictions)
         output = super().evaluation_loop(**arguments)
-        if not self._evaluated:
+        if not self._evaluated.micro_batches:
             return output
         # 2. Means over all targets take the place of means over micro-batches.
         if output.metrics is not None:
-            for name, mean in self._evaluation_means().items():
+            for name, mean in self._evaluated.means(self.dispatcher.groups).items():
                 output.metrics[f"{prefix}_{name}"] = mean
         if predictions is None:
             return output
@@ -389,23 +374,6 @@ class DistCAMixin(PlannedTraining):
                 metrics[prefixed] = value
         return output._replace(predictions=values, label_ids=labels, metrics=metrics)
 
-    def _evaluation_means(self) -> dict[str, float]:
-        """Return loss, accuracy and entropy of the present evaluation by name. A collective.
-
-        Each is a mean over all targets. Accuracy and entropy are left out where not every target's
-        logits were seen: the model has several losses, or computes none from logits, or TRL's
-        trainer counts for itself.
-        """
-        loss = sum(micro_batch_loss for micro_batch_loss, _ in self._evaluated)
-        targets = sum(micro_batch_targets for _, micro_batch_targets in self._evaluated)
-        sums_of_ranks = self.dispatcher.groups.all_gather((loss, *self._rows.figures.sums()))
-        loss, seen_targets, hits, entropy = map(sum, zip(*sums_of_ranks, strict=True))
-        means = {"loss": loss / max(targets, 1)}
-        if seen_targets == targets > 0:
-            means[ACCURACY] = hits / targets
-            means[ENTROPY] = entropy / targets
-        return means
-
     def _new_predictions(self, loader: EvaluationLoader) -> Predictions:
         """Return an empty collection of predictions for a loader's documents."""
         function = self.preprocess_logits_for_metrics
@@ -416,7 +384,7 @@ class DistCAMixin(PlannedTraining):
             raise Run.NO_ORDER.error()
         documents: Any = loader.dataset
         return Predictions(
-            function, sampler.excerpts_in_order(), len(documents), self.dispatcher.groups
+            function, sampler.spans_in_order(), len(documents), self.dispatcher.groups
         )
 
     def prediction_step(
@@ -428,9 +396,9 @@ class DistCAMixin(PlannedTraining):
         **kwargs: Any,
     ) -> tuple[Tensor | None, None, None]:
         """Add one micro-batch to the evaluation's loss."""
-        self._at(f"micro-batch {len(self._evaluated) + 1} of an evaluation")
+        self._at(f"micro-batch {self._evaluated.micro_batches + 1} of an evaluation")
         targets: Any = super()._get_num_items_in_batch([inputs], self.args.device)  # may be 0
-        predictions = self._rows.predictions
+        predictions = self._evaluated.predictions
         if predictions is not None:
             predictions.begin(inputs[PLAN_KEY], inputs["shift_labels"][0])
         loss, _, _ = super().prediction_step(model, inputs, True, *args, **kwargs)
@@ -440,7 +408,7 @@ class DistCAMixin(PlannedTraining):
         self._upcoming_evaluated.prepare_next()  # before the host waits for the loss
         # The loss of all ranks is the mean over ranks of `loss`.
         loss_sum = (loss * targets / self.dispatcher.groups.ranks).item()
-        self._evaluated.append((loss_sum, targets.item()))
+        self._evaluated.add(loss_sum, targets.item())
         return loss, None, None
 
     def predict(self, *args: Any, **kwargs: Any) -> PredictionOutput:
@@ -476,10 +444,10 @@ class DistCAMixin(PlannedTraining):
         )
         place = self._progress.start
         if self.args.ignore_data_skip:
-            place = resuming.DataPlace(place.order, first_epoch)
+            place = DataPlace(place.order, first_epoch)
         elif place.steps == num_update_steps_per_epoch:  # the checkpoint is of the end of a pass
-            place = resuming.DataPlace(place.order, place.epoch + 1)
-        self._progress = resuming.DataProgress(place)
+            place = DataPlace(place.order, place.epoch + 1)
+        self._progress = DataProgress(place)
         if self.state.global_step >= max_steps:
             if self.is_world_process_zero():
                 logger.warning(

@@ -6,12 +6,12 @@ from typing import Any
 from torch import Tensor, nn
 
 from hf_distca.dispatch.padded_rows import OneMicroBatch, PackedBatch, PaddedBatches
-from hf_distca.models.sharing import shares_prefixes, why_sequences_stay_alone
+from hf_distca.models.images import image_model
+from hf_distca.models.sharing import shares_prefixes, why_sequences_share_nothing
 from hf_distca.patches.padded_models import pack_backbone
-from hf_distca.trainer.accepted import arguments_by_name
 from hf_distca.trainer.assembly import gathers_whole_layers, pack_padded
-from hf_distca.trainer.parallel import encoders_of
-from hf_distca.trainer.planned import PlannedTraining
+from hf_distca.trainer.parallel import gathers_parameters
+from hf_distca.trainer.planned import PlannedTraining, arguments_by_name
 
 
 class DistCAPaddedMixin(PlannedTraining):
@@ -53,14 +53,15 @@ class DistCAPaddedMixin(PlannedTraining):
         dispatcher = self.dispatcher
         args: Any = self.args
         self._shares_prefixes = shares_prefixes(
-            args, why_sequences_stay_alone(self.model), dispatcher.groups.rank
+            args, why_sequences_share_nothing(self.model), dispatcher.groups.rank
         )
         batches = PaddedBatches(
             dispatcher,
             self._count,
             at_once=self._one_micro_batch(),
             share_prefixes=self._shares_prefixes,
-            image_model=encoders_of(self.model, self.accelerator),
+            image_model=image_model(self.model),
+            always_encodes=gathers_parameters(self.accelerator),
         )
         pack_backbone(self.model, batches)
         reference = getattr(self, "ref_model", None)
@@ -78,8 +79,8 @@ class DistCAPaddedMixin(PlannedTraining):
         if gathers_whole_layers(self.model, self.dispatcher.run, self.accelerator):
             return OneMicroBatch(
                 "ZeRO-3 gathers whole layers",
-                "else set ping_pong=False and mlp_chunk_rows=0, and train models whose layers all "
-                "have attention",
+                "else set planning={'ping_pong': False} and mlp_chunk_rows=0, and train models "
+                "whose layers all have attention",
             )
         if args.gradient_checkpointing and (args.gradient_checkpointing_kwargs or {}).get(
             "use_reentrant"

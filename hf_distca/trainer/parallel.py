@@ -1,4 +1,7 @@
-"""Adjustments for DDP, FSDP and DeepSpeed that transformers and accelerate leave open."""
+"""Processes and strategy of a launch.
+
+Adjustments for DDP, FSDP and DeepSpeed that transformers and accelerate leave open.
+"""
 
 import os
 from collections.abc import Iterator, Sequence
@@ -23,11 +26,12 @@ from torch.distributed.fsdp import (
 from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel, TrainingArguments
 
-from hf_distca.batches.images import ImageModel
 from hf_distca.dispatch.process_groups import in_world
-from hf_distca.models.decoder import base_model, text_decoder
-from hf_distca.models.images import image_model
+from hf_distca.models.checkpointing import checkpointing_options
+from hf_distca.models.decoder import base_model
+from hf_distca.models.model_facts import text_trains_all, trained_towers
 from hf_distca.models.tensor_parallel import is_divided_at_load
+from hf_distca.run import Strategy
 
 DDP = (DistributedType.MULTI_GPU, DistributedType.MULTI_CPU)
 """Types of a launch that wraps the model by DDP."""
@@ -172,6 +176,54 @@ def dtype_of_computation(
     return dtype
 
 
+def facts_of_launch(
+    model: nn.Module, args: Any, accelerator: Accelerator, dtype: torch.dtype
+) -> dict[str, Any]:
+    """Return what a trainer knows of its launch, as fields of RunSpec.
+
+    Args:
+        dtype: of computation.
+    """
+    strategy, shards = sharing_of(accelerator, model)
+    return {
+        "strategy": strategy,
+        "shards": shards,
+        "mixed": args.bf16 or args.fp16 or dtype.itemsize < base_model(model).dtype.itemsize,
+        "checkpointing": checkpointing_of(args, accelerator),
+        # Transformers gives the model these kernels when training starts.
+        "liger": (args.liger_kernel_config or {}) if args.use_liger_kernel else None,
+        "accumulates": args.gradient_accumulation_steps > 1,
+    }
+
+
+def sharing_of(accelerator: Accelerator, model: nn.Module) -> tuple[Strategy, int | None]:
+    """Return how ranks share the model's state, and the number of shards under FSDP or ZeRO.
+
+    None for one per rank. With HSDP there are fewer.
+    """
+    if is_divided_at_load(model):
+        strategy: Strategy = "fsdp2" if isinstance(base_model(model), FSDPModule) else "ddp"
+        return strategy, int(base_model(model).config.distributed_config.fsdp_size)
+    config = accelerator.parallelism_config
+    has_groups = config is not None and config.dp_shard_enabled
+    shards = int(config.dp_shard_size) if has_groups else None
+    if accelerator.distributed_type == DistributedType.DEEPSPEED:
+        stages: dict[int, Strategy] = {1: "zero1", 2: "zero2", 3: "zero3"}
+        return stages.get(accelerator.state.deepspeed_plugin.zero_stage, "ddp"), shards
+    return "fsdp2" if accelerator.distributed_type == DistributedType.FSDP else "ddp", shards
+
+
+def checkpointing_of(args: Any, accelerator: Accelerator) -> dict[str, Any] | None:
+    """Return how transformers or FSDP checkpoints decoder layers; None without checkpointing."""
+    options = checkpointing_options(args)
+    if options is not None:
+        return options
+    fsdp = getattr(accelerator.state, "fsdp_plugin", None)
+    if fsdp is not None and fsdp.activation_checkpointing:
+        return {}
+    return None
+
+
 def is_wrapped(model: nn.Module, accelerator: Accelerator) -> bool:
     """Return whether a backward pass through the model combines the gradients of all ranks."""
     kind = accelerator.distributed_type
@@ -249,52 +301,10 @@ def keep_loss_in_float32(accelerator: Accelerator) -> None:
         plugin.mixed_precision_policy = replace(policy, output_dtype=None)
 
 
-def trained_towers(model: PreTrainedModel) -> list[str]:
-    """Return the trained parts of a model besides its text model and head, such as image towers."""
-    if model.config.get_text_config(decoder=True) is model.config:
-        return []
-    text_ids: set[int] = set()  # of parameters
-    for module in (
-        text_decoder(model),
-        model.get_input_embeddings(),
-        model.get_output_embeddings(),
-    ):
-        if module is not None:
-            text_ids.update(id(parameter) for parameter in module.parameters())
-    towers: dict[str, None] = {}  # in the order of the model, each once
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad and id(parameter) not in text_ids:
-            tower = ".".join(name.split(".")[:2])
-            towers[tower] = None
-    return list(towers)
-
-
-def text_trains_all(model: PreTrainedModel) -> bool:
-    """Return whether text surely gives every trained parameter of a model a gradient.
-
-    The model has no trained towers. Text does so in transformers' own models; in one of a user
-    nobody knows. Two things may leave parameters out: layers that are skipped at random, and parts
-    with a config of their own in a model that has no text model apart from them.
-    """
-    is_of_transformers = type(model).__module__.startswith("transformers.models.")
-    text_config = model.config.get_text_config(decoder=True)
-    skips_layers = any(value for name, value in vars(text_config).items() if "layerdrop" in name)
-    has_unknown_parts = text_config is model.config and bool(model.config.sub_configs)
-    return is_of_transformers and not skips_layers and not has_unknown_parts
-
-
 def gathers_parameters(accelerator: Accelerator) -> bool:
     """Return whether ZeRO-3 gathers the parameters of each module when the module begins."""
     plugin = getattr(accelerator.state, "deepspeed_plugin", None)
     return plugin is not None and plugin.hf_ds_config.is_zero3()
-
-
-def encoders_of(model: nn.Module, accelerator: Accelerator) -> ImageModel | None:
-    """Return how a model that is trained takes images; None if it takes none that is known."""
-    found = image_model(model)
-    if found is None:
-        return None
-    return replace(found, always_encodes=gathers_parameters(accelerator))
 
 
 def gather_whole_layers(model: nn.Module, layers: Sequence[type[nn.Module]]) -> None:

@@ -5,7 +5,10 @@ figures. Two mixins add the batches: `DistCAMixin` packs documents, and with `Di
 model takes padded batches.
 """
 
+import inspect
 import logging
+import re
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -15,23 +18,50 @@ from transformers import PreTrainedModel, Trainer
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, EvalLoopOutput
 
 from hf_distca.checks.run_rules import Run
+from hf_distca.collator.documents import is_stream
 from hf_distca.dispatch.dispatcher import Dispatcher
 from hf_distca.plan import MicroBatchPlan
+from hf_distca.planner.settings import UNBALANCED
 from hf_distca.pool.launch import open_pool
+from hf_distca.profiling.costs import PROFILE_FILE
+from hf_distca.run import RunSpec
+from hf_distca.timeline.tracing import StepTracer
 from hf_distca.trainer import parallel, resuming
-from hf_distca.trainer.accepted import arguments_by_name
 from hf_distca.trainer.arguments import DistCAPaddedArguments
 from hf_distca.trainer.assembly import prepare_trainer
-from hf_distca.trainer.card import TAG, complete_card
-from hf_distca.trainer.console import follow_log_level, log_choice, shorten_console
-from hf_distca.trainer.continuing import Continuation
 from hf_distca.trainer.launch_facts import check_given, check_optimizer, check_training
-from hf_distca.trainer.loaders import batch_timeout, is_stream, warn_of_forks
-from hf_distca.trainer.metrics import PREFIX, Remedies, StepMeter
-from hf_distca.trainer.tracing import StepTracer
+from hf_distca.trainer.loaders import batch_timeout, warn_of_forks
+from hf_distca.trainer.metrics import PREFIX, Remedies, StepMeter, shorten_console
 from hf_distca.units import counted
+from hf_distca.version import __version__
 
 logger = logging.getLogger(__name__)
+
+LIBRARY = "hf_distca"
+"""Name of the logger above those of all modules of hf_distca."""
+PASSIVE = "passive"
+"""Value of `log_level` that leaves levels as they are."""
+TAG = "hf_distca"
+"""Tag of the model card."""
+NAMES = {"ddp": "DDP", "fsdp2": "FSDP2", "zero1": "ZeRO-1", "zero2": "ZeRO-2", "zero3": "ZeRO-3"}
+"""Strategies, as the card names them."""
+NO_NAME = re.compile(r"\b(?:an unknown|the None|the generator) dataset\.")
+"""What transformers writes of data without a name."""
+BATCH_SIZES = re.compile(r"^- (?:total_)?(?:train|eval)_batch_size: .*\n", re.MULTILINE)
+"""Lines of transformers about numbers of examples, which packed documents do not have."""
+PARAGRAPH = """
+## Training with hf_distca
+
+hf_distca {version} packed the documents without padding
+and balanced their core attention over ranks.
+
+- Data: {data}
+- Ranks: {ranks}, under {strategy}
+- `tokens_per_rank`: {tokens_per_rank:,}, so that a micro-batch has up to {tokens:,} tokens
+- `document_layout`: {document_layout}
+"""
+STEP = "- Optimizer step: {micro_batches}, up to {tokens:,} tokens\n"
+"""A further line, where a step has planned micro-batches of packed documents."""
 
 if TYPE_CHECKING:
     _Trainer = Trainer
@@ -79,16 +109,18 @@ class PlannedTraining(_Trainer):
         args = self.args
         follow_log_level(args)
         self.dispatcher = dispatcher = prepare_trainer(self, packs=self.packs_documents)
+        folder = Path(str(args.output_dir))
         if args.remote_workers:
-            folder = Path(str(args.output_dir))
             open_pool(dispatcher, args.attention_servers, args.attention_server_launch, folder)
         self.meter = StepMeter(dispatcher, self.model, args.world_size)
         self.add_callback(self.meter)
-        self._continuation = Continuation()
+        self._continuation = resuming.Continuation()
         self.add_callback(self._continuation)
         self._tracer: StepTracer | None = None
         if args.trace_steps:
-            self._tracer = StepTracer(dispatcher, args)
+            self._tracer = StepTracer(
+                dispatcher, args.trace_steps, folder, processes=args.world_size
+            )
             self.add_callback(self._tracer)
         shorten_console(self.callback_handler)
         self._has_logged_choice = False  # of the planner
@@ -296,10 +328,8 @@ class PlannedTraining(_Trainer):
             complete_card(
                 folder / "README.md",
                 self._training_data(),
-                self.args,
-                self.model,
-                self.accelerator,
-                self.dispatcher.groups.ranks,
+                self.dispatcher.run,
+                self.args.gradient_accumulation_steps,
                 packs=self._packs,
             )
 
@@ -309,3 +339,112 @@ class PlannedTraining(_Trainer):
         if dataset is None:
             return "unknown data"
         return "a stream of examples" if is_stream(dataset) else counted(len(dataset), "example")
+
+
+# Arguments, messages and the model card
+
+
+def arguments_by_name(
+    method: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return the arguments of a bound method by name.
+
+    Raise TypeError for one whose position has no name.
+    """
+    names = [
+        parameter.name
+        for parameter in inspect.signature(method).parameters.values()
+        if parameter.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD
+    ]
+    if len(args) > len(names):
+        raise TypeError(
+            f"{method.__qualname__} takes {len(names)} positional arguments, got {len(args)}; pass "
+            "the others by name"
+        )
+    return {**dict(zip(names, args, strict=False)), **kwargs}
+
+
+def follow_log_level(args: Any) -> None:
+    """Give the library's messages the level that `log_level` names.
+
+    Trainer does so for the messages of transformers.
+    """
+    library = logging.getLogger(LIBRARY)
+    if args.log_level == PASSIVE:
+        return
+    library.setLevel(args.get_process_log_level())
+    if not library.hasHandlers():  # Python then prints warnings and errors only
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter(f"[{LIBRARY}] %(message)s"))
+        library.addHandler(handler)
+
+
+def log_choice(plan: MicroBatchPlan, args: Any, ranks: int) -> None:
+    """Log how the first micro-batch of a training is planned, and why."""
+    summary, choice = plan.summary, plan.choice
+    moved_mb = summary.exchange.bytes_bottleneck / 1e6
+    balance = (summary.packed_max_over_mean, summary.max_over_mean, moved_mb)
+    outcome = (
+        "imbalance of core attention %.2f -> %.2f, %.1f MB through the busiest rank in a layer's "
+        "forward"
+    )
+    if choice is None:
+        chosen = f"document_layout={args.document_layout!r}, planning={args.planning.plain()}"
+        reason = args.why_nothing_is_compared
+        logger.info(
+            f"plans follow {chosen}: the planner does not compare plans, because {reason}. First "
+            f"micro-batch: {outcome}",
+            *balance,
+        )
+        return
+    group = (
+        "each on one rank"
+        if choice.group == 1
+        else f"each on a group of at most {choice.group} of the {ranks} ranks"
+    )
+    even = (
+        "not balanced further"
+        if choice.tolerance >= UNBALANCED
+        else f"balanced within {choice.tolerance:.0%}"
+    )
+    logger.info(
+        "the planner chose for the first micro-batch: documents %s, core attention %s, "
+        "nano-batches: %s. It is the fastest of the plans that were compared, by the costs in "
+        "%s: %.1f ms for forward and backward, and %.1f ms if documents were packed in order; "
+        f"{outcome}. Other micro-batches may get other choices",
+        *(
+            group,
+            even,
+            choice.nano_batches,
+            args.device_profile or f"{args.output_dir}/{PROFILE_FILE}",
+        ),
+        *(choice.seconds * 1e3, choice.packed_seconds * 1e3, *balance),
+    )
+
+
+def complete_card(path: Path, data: str, run: RunSpec, accumulation: int, *, packs: bool) -> None:
+    """Describe data and training in a model card that a trainer has just written.
+
+    Args:
+        data: the training data in a few words.
+        accumulation: micro-batches of an optimizer step.
+        packs: whether hf_distca packs documents, so that no batch has a number of examples.
+    """
+    plans = run.plans
+    paragraph = PARAGRAPH.format(
+        version=__version__,
+        data=data,
+        ranks=plans.ranks,
+        strategy=NAMES[run.strategy],
+        tokens_per_rank=plans.tokens_per_rank,
+        tokens=plans.capacity,
+        document_layout=plans.document_layout,
+    )
+    text = NO_NAME.sub(f"{data}.", path.read_text(encoding="utf-8"))
+    if packs:
+        text = BATCH_SIZES.sub("", text)
+        paragraph += STEP.format(
+            micro_batches=counted(accumulation, "micro-batch", "micro-batches"),
+            tokens=accumulation * plans.capacity,
+        )
+    path.write_text(text + paragraph, encoding="utf-8")

@@ -3,10 +3,12 @@
 Their models compute the batches packed and planned.
 
 Each trainer is TRL's own with `DistCAPaddedMixin`. Arguments, data, losses, rollouts and metrics
-are TRL's.
+are TRL's. Rollouts of one prompt are kept in one micro-batch, so that the prompt is computed once.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from math import gcd
 from typing import Any
 
@@ -15,11 +17,12 @@ from torch import Tensor
 from transformers.utils.logging import get_logger
 
 from hf_distca.checks.refusal import PackageError
-from hf_distca.models.loading import planned_attention
+from hf_distca.dispatch.process_groups import Groups
 from hf_distca.patches.padded_models import plan_ahead
+from hf_distca.planner import prefixes
+from hf_distca.planner.prompts import Prompt, divided_by_prompts
 from hf_distca.trainer.arguments import DistCAPaddedArguments
 from hf_distca.trainer.padded import DistCAPaddedMixin
-from hf_distca.trainer.rollouts import kept_together, why_shuffled
 
 try:
     from trl import (
@@ -44,6 +47,11 @@ except ModuleNotFoundError as error:
     ) from error
 
 logger = get_logger(__name__)
+
+LOSSES = ("grpo", "sapo", "dr_grpo", "luspo", "dapo", "cispo", "vespo")
+"""Values of `loss_type` for which a loss is a sum over sequences or tokens, divided by a number
+that is the same for all micro-batches of an optimizer step. "bnpo" divides by the tokens of a
+micro-batch."""
 
 
 @dataclass
@@ -72,15 +80,7 @@ class DistCARewardConfig(DistCAPaddedArguments, RewardConfig):
 
 
 class TRLMixin(DistCAPaddedMixin):
-    """Parts of TRL's trainers that run before training: a model by its name, and log-probs."""
-
-    def _prepare_arguments(self, named: dict[str, Any]) -> dict[str, Any]:
-        args: Any = named["args"]
-        if isinstance(named.get("model"), str):
-            options: Any = args.model_init_kwargs or {}
-            attention = planned_attention(named["model"], options)
-            args.model_init_kwargs = {**options, "attn_implementation": attention}
-        return super()._prepare_arguments(named)
+    """The part of TRL's trainers that runs before training: log-probs of the reference."""
 
     def _precompute_ref_logps(self, *args: Any, **kwargs: Any) -> Any:
         """Compute log-probs of the reference, which TRL does at the end of its `__init__`."""
@@ -183,3 +183,86 @@ class DistCARewardTrainer(TRLMixin, RewardTrainer):
 
     `args`: a `DistCARewardConfig`.
     """
+
+
+# Rollouts of one prompt
+
+
+def prompts_of(rollouts: dict[str, Any]) -> list[Prompt]:
+    """Return the prompt of each rollout, in whole blocks of tokens.
+
+    Args:
+        rollouts: `prompt_ids` and `prompt_mask` [rollouts, columns].
+    """
+    prompts = []
+    tokens_BL, mask_BL = (rollouts[name].cpu().numpy() for name in ("prompt_ids", "prompt_mask"))
+    for tokens_L, mask_L in zip(tokens_BL, mask_BL != 0, strict=True):
+        hashes = prefixes.hashes_of(tokens_L[mask_L][:, None])
+        blocks = int(mask_L.sum()) // prefixes.BLOCK
+        key = hashes[blocks - 1] if blocks else b""
+        prompts.append(Prompt(key, blocks * prefixes.BLOCK))
+    return prompts
+
+
+def rearranged(micro_batches: Sequence[dict[str, Any]], order: Tensor) -> list[dict[str, Any]]:
+    """Return micro-batches of the same sizes, with their rollouts in another order.
+
+    Args:
+        micro_batches: values of each rollout by name, tensors or lists; None and numbers stay.
+        order: [rollouts of all micro-batches] index of each rollout.
+    """
+    results: list[dict[str, Any]] = [{} for _ in micro_batches]
+    for name, first in micro_batches[0].items():
+        values = [micro_batch[name] for micro_batch in micro_batches]
+        if isinstance(first, Tensor) and first.ndim > 0:
+            values = list(torch.cat(values)[order.to(first.device)].split(len(first)))
+        elif isinstance(first, list):
+            joined = [value for part in values for value in part]
+            ordered = [joined[index] for index in order.tolist()]
+            values = [ordered[i * len(first) : (i + 1) * len(first)] for i in range(len(values))]
+        for result, value in zip(results, values, strict=True):
+            result[name] = value
+    return results
+
+
+def kept_together(
+    micro_batches: list[dict[str, Any]], together: int, groups: Groups
+) -> list[dict[str, Any]]:
+    """Return micro-batches in which completions of a prompt meet. A collective call.
+
+    Args:
+        micro_batches: of this rank, as many as on every rank; values of each rollout by name.
+        together: the number of successive micro-batches among which rollouts may change places.
+    """
+    prompts_of_ranks = groups.all_gather_checked(
+        lambda: [prompts_of(micro_batch) for micro_batch in micro_batches],
+        contents="prompts of rollouts",
+    )
+    results = []
+    for first in range(0, len(micro_batches), together):
+        part = slice(first, first + together)
+        orders = divided_by_prompts(
+            [list(chain(*prompts[part])) for prompts in prompts_of_ranks], together
+        )
+        results += rearranged(micro_batches[part], torch.from_numpy(orders[groups.rank]))
+    return results
+
+
+def why_shuffled(trainer: Any) -> str | None:
+    """Return why rollouts of GRPO or RLOO stay in the micro-batches of TRL's shuffle.
+
+    None if the loss does not depend on which rollouts share a micro-batch.
+    """
+    args = trainer.args
+    loss_type = getattr(args, "loss_type", None)  # RLOO has none
+    if not trainer._compute_loss.__module__.startswith("trl."):
+        return "the trainer has a loss of its own"
+    if loss_type is not None and loss_type not in LOSSES:
+        return f"loss_type={loss_type!r} takes a mean over the tokens of a micro-batch"
+    if getattr(args, "top_entropy_quantile", 1.0) < 1.0:
+        return "top_entropy_quantile chooses among the tokens of a micro-batch"
+    if getattr(trainer, "_entropy_bonus_enabled", False):
+        return "the entropy bonus is a mean over the tokens of a micro-batch"
+    if trainer.aux_loss_enabled:
+        return "the router's auxiliary loss is computed from the tokens of a micro-batch"
+    return None

@@ -1,32 +1,46 @@
-"""Save and resume a training: its checkpoint, the order of its documents and the place in it.
+"""Resume a training: all ranks take one checkpoint, and its place in the same documents.
 
-Ranks that choose a checkpoint each for itself may resume from different ones. Trainer alone would
-skip a number of batches: the wrong documents if batches have changed, and none if the number of
-steps of a pass is unknown.
+Ranks that choose a checkpoint each for itself may resume from different ones.
 """
 
 import errno
-import json
 import logging
-import math
 import os
 import re
-from collections.abc import Iterator
+import signal
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from types import FrameType
+from typing import Any
 
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
+from tqdm import tqdm
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from hf_distca.checks.refusal import SentenceError
 from hf_distca.checks.run_rules import Resume, Run
+from hf_distca.collator.documents import is_stream
 from hf_distca.collator.micro_batch_choice import draws_for_whole_ranks
+from hf_distca.collator.place import (
+    CAPACITY,
+    CUTTING,
+    DIVIDED,
+    FITTING,
+    LAYOUT,
+    SHARED,
+    WORKERS,
+    DataOrder,
+    DataPlace,
+    stored_place,
+)
 from hf_distca.dispatch.dispatcher import Dispatcher
 from hf_distca.dispatch.process_groups import Groups, first_difference
 from hf_distca.trainer.arguments import DistCAPaddedArguments
-from hf_distca.trainer.loaders import PackedLoaders, is_stream
+from hf_distca.trainer.loaders import PackedLoaders
 
 logger = logging.getLogger(__name__)
 
@@ -40,28 +54,8 @@ FULL_DISK = re.compile(
     "|".join((*map(os.strerror, (errno.ENOSPC, errno.EDQUOT)), "iostream error", "unexpected pos"))
 )
 """What errors of a full disk say. The last two are torch's."""
-PLACE_FILE = "data_order.json"
-"""File of a checkpoint with the place in the data."""
-CAPACITY = "ranks * tokens_per_rank"
-"""Setting that may grow on resume: micro-batches keep their old size, and still fit."""
-LAYOUT = "document_layout"
-"""Setting that decides how documents are drawn for a micro-batch.
-
-A layout that cuts documents may resume with micro-batches of either kind below. It takes those of
-the checkpoint.
-"""
-CUTTING = "auto or fixed"
-"""Value of the layout where the documents of a micro-batch fit into all ranks together."""
-FITTING = "whole on {} ranks"
-"""Value of the layout where the documents of a micro-batch fit into whole ranks."""
-SHARED = "share_prefixes"
-"""Setting that decides the order of documents where some begin alike: those come together. A
-checkpoint without it has other documents, or is of an earlier version."""
-WORKERS = "dataloader_num_workers"
-"""Setting that decides the order of a stream."""
-DIVIDED = "divided_streams"
-"""Setting that decides which documents of a stream a rank takes. A checkpoint without it is of
-streams that every rank was given whole."""
+STDERR = 2
+"""File descriptor, which may be written to while `sys.stderr` writes."""
 AGREED = (
     *("seed", "long_documents", "remove_unused_columns", "length_column_name", "divided_streams"),
     *("num_train_epochs", "max_steps", "trace_steps"),
@@ -71,10 +65,6 @@ AGREED = (
 They decide which micro-batches come, and when. Ranks that differ would exchange rows of different
 micro-batches.
 """
-DataOrder = dict[str, int | str]
-"""Everything that decides which documents a step trains on, by the names of the user's settings."""
-
-
 # The checkpoint
 
 
@@ -178,6 +168,101 @@ def full_disk_named(folder: Path) -> Iterator[None]:
         ) from None
 
 
+# Where a training resumes, and how it goes on
+
+
+class Continuation(TrainerCallback):
+    """Print on the first process where a training resumes, and how it continues after its end."""
+
+    def __init__(self) -> None:
+        self._state: TrainerState | None = None
+        self._checkpoint: str | None = None  # the last one that can be resumed
+
+    @contextmanager
+    def of(self, checkpoint: str | None, args: TrainingArguments) -> Iterator[None]:
+        """Explain SIGTERM and Ctrl-C to a training inside of the block.
+
+        SIGTERM then does what it did before. With `enable_jit_checkpoint` it is transformers' own.
+
+        Args:
+            checkpoint: folder from which the training resumes.
+        """
+        self._state = None
+        self._checkpoint = checkpoint
+        explains = args.process_index == 0 and not args.enable_jit_checkpoint
+        with _explained_sigterm(self._sentence, active=explains):
+            try:
+                yield
+            except KeyboardInterrupt as error:
+                error.args = (self._sentence(),)
+                raise
+            except BaseException as error:
+                if checkpoint is not None:  # errors about a damaged file do not name it
+                    error.add_note(f"The training resumes from {checkpoint}.")
+                raise
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Print where a training resumes."""
+        self._state = state
+        if self._checkpoint is not None and args.process_index == 0:
+            # print would write into a progress bar.
+            tqdm.write(
+                f"resumed from {self._checkpoint}, step {state.global_step} of {state.max_steps}"
+            )
+
+    def on_save(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Note a checkpoint that is complete."""
+        if not args.save_only_model:
+            self._checkpoint = f"{args.output_dir}/{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
+
+    def _sentence(self) -> str:
+        """Return after which step training is interrupted, and how it goes on."""
+        state = self._state
+        place = "before the first step"
+        if state is not None and state.global_step > 0:
+            place = f"after step {state.global_step} of {state.max_steps}"
+        remedy = "there is no checkpoint to continue from"
+        if self._checkpoint is not None:
+            remedy = f"continue with resume_from_checkpoint={self._checkpoint!r}"
+        return f"interrupted {place}; {remedy}"
+
+
+@contextmanager
+def _explained_sigterm(sentence: Callable[[], str], *, active: bool) -> Iterator[None]:
+    """Print a sentence when SIGTERM comes, which then does what it did before.
+
+    Python handles signals in its main thread alone.
+    """
+    before = signal.getsignal(signal.SIGTERM)
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    # None: not a handler of Python, so that it could not be restored.
+    if not active or not in_main_thread or before in (None, signal.SIG_IGN):
+        yield
+        return
+    process = os.getpid()
+
+    def explain(number: int, frame: FrameType | None) -> None:
+        if os.getpid() == process:  # not one that was forked from it
+            # Behind a progress bar.
+            os.write(STDERR, f"\n{sentence()}\n".encode())
+        signal.signal(number, before)
+        if callable(before):
+            before(number, frame)
+        else:
+            signal.raise_signal(number)
+
+    signal.signal(signal.SIGTERM, explain)
+    try:
+        yield
+    finally:
+        if signal.getsignal(signal.SIGTERM) is explain:
+            signal.signal(signal.SIGTERM, before)
+
+
 # The data
 
 
@@ -219,7 +304,7 @@ def data_order(
 
     Args:
         packs: whether hf_distca packs documents.
-        shares: whether documents that begin alike share rows.
+        shares: whether documents share prefixes.
     """
     args = trainer.args
     dataset = trainer.train_dataset
@@ -239,9 +324,9 @@ def data_order(
     lengths, fingerprint = loaders.lengths(dataset)
     stay_whole = dispatcher.settings.document_layout == "whole"
     draws = args.train_sampling_strategy != "sequential"
-    has_shared = draws and loaders.beginnings(dataset, shares=shares) is not None
+    has_shared = draws and loaders.prefixes(dataset, shares=shares) is not None
     return {
-        CAPACITY: ranks * args.tokens_per_rank,
+        CAPACITY: dispatcher.settings.capacity,
         LAYOUT: FITTING.format(ranks) if stay_whole else CUTTING,
         "long_documents": args.long_documents,
         **_sampling_order(args),
@@ -301,59 +386,6 @@ def chosen_order(
     return {**order, LAYOUT: FITTING.format(groups.ranks)}
 
 
-def capacity_and_bins(order: DataOrder) -> tuple[int, int]:
-    """Return the maximum number of tokens of a micro-batch and its number of bins.
-
-    Both are 0 before a training has begun.
-    """
-    if CAPACITY not in order:
-        return 0, 0
-    capacity = int(order[CAPACITY])
-    fitting = re.fullmatch(FITTING.format(r"(\d+)"), str(order.get(LAYOUT, "")))
-    bins = 1 if fitting is None else int(fitting[1])
-    return capacity, bins
-
-
-class DataPlace(NamedTuple):
-    """Place in the training data between two optimizer steps."""
-
-    order: DataOrder
-    epoch: int = 0  # completed passes over the data
-    steps: int = 0  # completed optimizer steps of the present pass
-
-
-class DataProgress:
-    """Place of a run in its data, from the number of its completed optimizer steps."""
-
-    def __init__(self, start: DataPlace) -> None:
-        self.start = start  # where this training began in its present pass
-        # Completed steps of the whole run at that place. None before the first pass.
-        self._step_at_start: int | None = None
-
-    def begin_pass(self, step: int) -> None:
-        """Note that a pass over the data begins, or goes on in a resumed training.
-
-        Args:
-            step: completed steps of the whole run.
-        """
-        if self._step_at_start is not None:
-            self.start = DataPlace(self.start.order, self.start.epoch + 1)
-        self._step_at_start = step
-
-    def place(self, step: int) -> DataPlace:
-        """Return the place in the data after a number of completed steps of the run."""
-        step_at_start = step if self._step_at_start is None else self._step_at_start
-        steps_since_start = step - step_at_start
-        return self.start._replace(steps=self.start.steps + steps_since_start)
-
-    def save(self, checkpoint: Path, step: int) -> None:
-        """Write the place into a checkpoint folder, and make the folder if needed."""
-        checkpoint.mkdir(parents=True, exist_ok=True)
-        (checkpoint / PLACE_FILE).write_text(
-            json.dumps(self.place(step)._asdict(), indent=2) + "\n"
-        )
-
-
 def agreed_place(
     order: DataOrder, checkpoint: str | None, args: DistCAPaddedArguments, groups: Groups
 ) -> DataPlace:
@@ -364,7 +396,7 @@ def agreed_place(
     place = DataPlace(order)
     with groups.raised_together(in_world=True):
         if checkpoint is not None and not args.ignore_data_skip:
-            place = _stored_place(Path(checkpoint), order, groups.ranks)
+            place = stored_place(Path(checkpoint), order, groups.ranks)
     if place.order.get(CAPACITY) != order.get(CAPACITY) and groups.rank == 0:
         logger.warning(
             "%s is %s, but micro-batches still hold at most %s tokens, as in the checkpoint. To "
@@ -373,43 +405,6 @@ def agreed_place(
             order[CAPACITY],
             place.order[CAPACITY],
         )
-    return place
-
-
-def _stored_place(checkpoint: Path, order: DataOrder, ranks: int) -> DataPlace:
-    """Return a checkpoint's place; raise ValueError if documents would come in another order."""
-    file = checkpoint / PLACE_FILE
-    if not file.is_file():
-        raise Resume.NO_PLACE.error(checkpoint=checkpoint, file=PLACE_FILE)
-    place = DataPlace(**json.loads(file.read_text(encoding="utf-8")))
-    stored = place.order
-    if CAPACITY in stored:  # earlier versions stored only the layout "whole"
-        stored = {LAYOUT: CUTTING, **stored}
-    if WORKERS in order:  # earlier versions stored it for packed streams alone; the default was 1
-        stored = {WORKERS: 1, **stored}
-    for name in (SHARED, DIVIDED):  # stored only where they are True
-        if name in stored or name in order:
-            stored = {name: False, **stored}
-            order = {name: False, **order}
-    may_differ = {CAPACITY}
-    # Layouts that cut documents plan any micro-batch, so they take those of the checkpoint.
-    if order.get(LAYOUT) == CUTTING and LAYOUT in stored:
-        may_differ.add(LAYOUT)
-    differences = [
-        f"{name} is {order.get(name)}, but must be {stored.get(name)}"
-        for name in {**stored, **order}
-        if name not in may_differ and order.get(name) != stored.get(name)
-    ]
-    # Micro-batches keep their size, so that the capacity may grow but not shrink.
-    stored_capacity = int(stored.get(CAPACITY, 0))
-    if int(order.get(CAPACITY, stored_capacity)) < stored_capacity:
-        tokens_per_rank = math.ceil(stored_capacity / ranks)
-        differences.append(
-            f"{CAPACITY} is {order[CAPACITY]}, but must be at least {stored_capacity}: with "
-            f"{ranks} ranks, tokens_per_rank={tokens_per_rank}"
-        )
-    if differences:
-        raise Resume.OTHER_ORDER.error(differences="; ".join(differences))
     return place
 
 

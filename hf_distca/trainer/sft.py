@@ -9,14 +9,13 @@ from torch import nn
 from hf_distca.checks.data_rules import Data
 from hf_distca.checks.refusal import PackageError
 from hf_distca.checks.run_rules import Run
+from hf_distca.collator.documents import is_stream, named_datasets
 from hf_distca.collator.images import ProcessedDocuments
 from hf_distca.collator.texts import check_texts
-from hf_distca.models.loading import planned_attention
 from hf_distca.plan import PLAN_KEY
 from hf_distca.trainer.arguments import DistCAArguments
-from hf_distca.trainer.loaders import EvaluationLoader, is_stream, named_datasets
+from hf_distca.trainer.evaluation import EvaluationLoader, Predictions
 from hf_distca.trainer.mixin import DistCAMixin
-from hf_distca.trainer.predictions import Predictions
 from hf_distca.units import setting
 
 try:
@@ -55,8 +54,8 @@ class DistCASFTTrainer(DistCAMixin, SFTTrainer):
     logits. hf_distca packs the documents. Loss and metrics are means over all targets of all ranks
     and micro-batches.
 
-    The arguments are those of `trl.SFTTrainer`; `args` is a `DistCASFTConfig`. A model that is
-    given by name is loaded with `attn_implementation="distca"`.
+    The arguments are those of `trl.SFTTrainer`; `args` is a `DistCASFTConfig`. TRL loads a model
+    that is given by name, which then gets planned attention.
     """
 
     def __init__(self, model: Any, args: DistCASFTConfig, *positional: Any, **kwargs: Any) -> None:
@@ -64,7 +63,8 @@ class DistCASFTTrainer(DistCAMixin, SFTTrainer):
         self._targets: dict[str, list[float]] = defaultdict(list)
         super().__init__(model, args, *positional, **kwargs)
         if self._is_vision_dataset:
-            self._process_when_read()
+            for name in DATASETS:
+                setattr(self, name, self._processed(getattr(self, name), name))
         for name in DATASETS:
             _check_examples_remain(
                 self._unprepared[name], getattr(self, name), name, args.max_length
@@ -72,10 +72,6 @@ class DistCASFTTrainer(DistCAMixin, SFTTrainer):
 
     def _prepare_arguments(self, arguments: dict[str, Any]) -> dict[str, Any]:
         args: Any = arguments["args"]
-        if isinstance(arguments.get("model"), str):
-            options: Any = args.model_init_kwargs or {}
-            attention = planned_attention(arguments["model"], options)
-            args.model_init_kwargs = {**options, "attn_implementation": attention}
         # The data sets before TRL prepares them.
         self._unprepared = {name: arguments.get(name) for name in DATASETS}
         if arguments.get("formatting_func") is None:  # else it makes the text
@@ -84,19 +80,23 @@ class DistCASFTTrainer(DistCAMixin, SFTTrainer):
                     check_texts(dataset, key, args.dataset_text_field)
         return super()._prepare_arguments(arguments)
 
-    def _process_when_read(self) -> None:
-        """Let TRL's collator for images make each document when it is read."""
-        collate = self.data_collator
-        for name in DATASETS:
-            given: Any = getattr(self, name)
-            if isinstance(given, dict):
-                setattr(
-                    self,
-                    name,
-                    {key: ProcessedDocuments(dataset, collate) for key, dataset in given.items()},
-                )
-            elif given is not None:
-                setattr(self, name, ProcessedDocuments(given, collate))
+    def _processed(self, given: Any, name: str) -> Any:
+        """Return data sets whose documents TRL's collator for images makes when they are read."""
+        if given is None or isinstance(given, str | ProcessedDocuments):
+            return given
+        if isinstance(given, dict):
+            return {
+                key: self._processed(dataset, f"{name}[{key!r}]") for key, dataset in given.items()
+            }
+        if is_stream(given):
+            raise Data.STREAM_OF_IMAGES.error(name=name)
+        return ProcessedDocuments(given, self.data_collator, name)
+
+    def evaluate(self, eval_dataset: Any = None, *args: Any, **kwargs: Any) -> dict[str, float]:
+        """Evaluate as `SFTTrainer.evaluate` does."""
+        if self._is_vision_dataset:
+            eval_dataset = self._processed(eval_dataset, "eval_dataset")
+        return super().evaluate(eval_dataset, *args, **kwargs)
 
     def compute_loss(
         self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any

@@ -93,7 +93,7 @@ def test_lengths_of_rollouts(script):
     )
 
 
-def test_sequences_that_begin_alike(script):
+def test_sequences_with_equal_prefixes(script):
     harness = script("harness.prefixes")
     two_groups = harness.groups(2, 1024, 0)
     assert len(two_groups) == 16
@@ -201,12 +201,14 @@ def test_rows_that_branches_gather_and_merge(script):
     assert prefix_plans.gathered_rows(routes) == 8 + 4
     assert prefix_plans.merged_rows(routes) == 4
     assert (
-        prefix_plans.shared_over_alone("pairs", {"pairs, shared, ms": 2, "pairs, alone, ms": 8})
+        prefix_plans.shared_over_unshared(
+            "pairs", {"pairs, shared, ms": 2, "pairs, unshared, ms": 8}
+        )
         == 0.25
     )
-    groups = prefix_plans.Groups(256, (128, 129), (1, 2)).drawn(2)
-    assert {length for lengths in groups.lengths for length in lengths} == {256 + 128 + 1}
-    first, second = groups.hashes[0][0], groups.hashes[1][0]  # of one prompt
+    prompts = prefix_plans.Prompts(256, (128, 129), (1, 2)).drawn(2)
+    assert {length for lengths in prompts.lengths for length in lengths} == {256 + 128 + 1}
+    first, second = prompts.hashes[0][0], prompts.hashes[1][0]  # of one prompt
     assert [one == two for one, two in zip(first, second, strict=True)] == [True] * 3 + [False]
 
 
@@ -217,8 +219,8 @@ def test_targets_of_a_rank(script, kind, targets):
     """Two turns, of 256 and 44 tokens."""
     of_script = script("targets")
     documents = of_script.Documents.of(kind, np.array([[256, 300]]))
-    excerpts = fit_documents(documents.lengths, 300, "error", "the longest")
-    batch = GlobalMicroBatch(excerpts, groups=np.zeros(2, np.int64))
+    spans = fit_documents(documents.lengths, 300, "error", "the longest")
+    batch = GlobalMicroBatch(spans, trees=np.zeros(2, np.int64))
     assert of_script.targets_of_ranks(documents, batch, PlanSettings(1, 300)) == [targets]
     two_ranks = of_script.targets_of_ranks(documents, batch, PlanSettings(2, 150))
     assert sum(two_ranks) == targets

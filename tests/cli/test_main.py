@@ -59,7 +59,7 @@ WRONG = [
         for tool in ("plan", "simulate")
     ),
     *(
-        f"{tool} --lengths prolong {STEP} --exchange-buffer-bytes 64KiB"
+        f"{tool} --lengths prolong {STEP} --config {{files}}/buffers.yaml"
         for tool in ("plan", "simulate")
     ),
     *(
@@ -70,9 +70,9 @@ WRONG = [
     *(f"profile --output costs.json --attention-kernel {kernel}" for kernel in MISSING_KERNELS),
     *(f"{SERVE} --attention-kernel {kernel}" for kernel in MISSING_KERNELS),
     *([] if is_installed() else [f"{SERVE} --transport nixl"]),
-    f"plan --lengths prolong {STEP} --device-memory 80",
-    f"simulate --lengths prolong {STEP} --profile nowhere.json",
-    f"plan --lengths prolong {STEP} --model llama-8b --offload --profile nowhere.json",
+    *(f"{tool} --lengths prolong --ranks 2" for tool in ("plan", "simulate")),
+    *(f"{tool} --lengths prolong {STEP} --config nowhere.yaml" for tool in ("plan", "simulate")),
+    *(f"{tool} --lengths prolong {STEP} --profile nowhere.json" for tool in ("plan", "simulate")),
     f"simulate --lengths prolong {STEP} --tensor-parallel 3",
     "simulate --lengths prolong --ranks 2 --tokens-per-rank 1",
 ]
@@ -86,6 +86,7 @@ def files(tmp_path):
     for model_type in ("t5", "vit", "abacus"):
         (tmp_path / model_type).mkdir()
         (tmp_path / model_type / "config.json").write_text(json.dumps({"model_type": model_type}))
+    (tmp_path / "buffers.yaml").write_text("planning: {exchange_buffer_bytes: 64KiB}\n")
     write_token(tmp_path / "token", make_token())
     return tmp_path
 

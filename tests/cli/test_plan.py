@@ -1,6 +1,8 @@
 import gzip
 import json
 import sys
+from dataclasses import replace
+from itertools import chain
 
 import datasets
 import numpy as np
@@ -14,6 +16,8 @@ from hf_distca.cli.offload_report import offload_lines
 from hf_distca.collator import texts
 from hf_distca.memory.counter import MemoryCounter
 from hf_distca.planner.micro_batch import plan_micro_batch
+from hf_distca.predict.device_profile import DeviceProfile
+from hf_distca.predict.seconds import LinkCost, Links
 from tests.models_and_batches import SMALL as SMALL_MODEL
 from tests.models_and_batches import small_model
 from tests.survey.tiny import tiny_config
@@ -42,15 +46,25 @@ KEYS = [
         "plan_ms",
         "advice",
         "exchange_buffers",
+        "plan",
     ),
 ]
-FIXED = ("--document-layout", "fixed")
-UNBALANCED = (*FIXED, "--balance-tolerance", "100")
+FIXED = {"document_layout": "fixed"}
+UNBALANCED = {**FIXED, "planning": {"balance_tolerance": 100, "ping_pong": True}}
+FLOAT32 = ("--profile", "cpu")
+"""Costs of float32."""
 
 
 @pytest.fixture
 def command(tmp_path):
-    """Return the command that plans these lengths: text, or anything that JSON can hold."""
+    """Return the command that plans these lengths: text, or anything that JSON can hold.
+
+    An option that is a dictionary is written to the file of --config.
+    """
+
+    def in_file(arguments) -> list[str]:
+        (tmp_path / "arguments.json").write_text(json.dumps(arguments))
+        return ["--config", str(tmp_path / "arguments.json")]
 
     def command(lengths, ranks, tokens, *options) -> list[str]:
         file = tmp_path / "lengths.json"
@@ -63,7 +77,9 @@ def command(tmp_path):
             str(ranks),
             "--tokens-per-rank",
             str(tokens),
-            *options,
+            *chain.from_iterable(
+                in_file(option) if isinstance(option, dict) else [option] for option in options
+            ),
         ]
 
     return command
@@ -83,18 +99,13 @@ def planned_model(tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def dumped(run, tmp_path):
-    """Run a command that plans and return the dumped nano-batches."""
-
-    def dumped(*command) -> list[dict]:
-        assert run(*command, "--dump", str(tmp_path / "dump.json"))[0] == 0
-        return json.loads((tmp_path / "dump.json").read_text())["nano_batches"]
-
-    return dumped
+def planned(figures):
+    """Run a command that plans and return the tables of its nano-batches."""
+    return lambda *command: figures(*command)["plan"]
 
 
 def test_figures(command, figures):
-    planned = figures(*command([[4, 4], [2, 6]], 2, 8, *UNBALANCED))
+    planned = figures(*command([[4, 4], [2, 6]], 2, 8, UNBALANCED))
     assert list(planned) == KEYS
     assert planned["max_over_mean"] == pytest.approx(24 / 22)
     assert planned["tokens_max_over_mean"] == 1.0
@@ -115,8 +126,8 @@ def test_figures(command, figures):
     assert [default[key] for key in BYTES] == [given[key] for key in BYTES]
 
 
-def test_dumps_hold_documents_segments_and_tasks(command, dumped):
-    (nano_batch,) = dumped(*command([[4, 4], [8]], 2, 8, *UNBALANCED))
+def test_json_holds_documents_segments_and_tasks(command, planned):
+    (nano_batch,) = planned(*command([[4, 4], [8]], 2, 8, UNBALANCED))
     documents = {
         "documents": [0, 1, 2],
         "lengths": [4, 4, 8],
@@ -125,13 +136,13 @@ def test_dumps_hold_documents_segments_and_tasks(command, dumped):
     assert nano_batch == documents | {
         "segments": [[0, 0, 4, 0, 0], [1, 0, 4, 0, 4], [2, 0, 8, 1, 0]]
     }
-    first, second = dumped(*command([[4, 3], [2, 6]], 2, 8, *UNBALANCED))
+    first, second = planned(*command([[4, 3], [2, 6]], 2, 8, UNBALANCED))
     assert first["documents"] == [0, 2]
     assert first["segments"] == [[0, 0, 4, 0, 0], [1, 0, 2, 1, 0]]
     assert second["documents"] == [1, 3]
     assert second["segments"] == [[0, 0, 3, 0, 0], [1, 0, 6, 1, 0]]
     # A plain list is cut into equal shares.
-    (nano_batch,) = dumped(*command([3, 7, 2], 4, 4, *FIXED, "--no-ping-pong"))
+    (nano_batch,) = planned(*command([3, 7, 2], 4, 4, {**FIXED, "planning": {"ping_pong": False}}))
     cut = [[1, 0, 3, 1, 0], [1, 3, 6, 2, 0], [1, 6, 7, 3, 0]]
     assert nano_batch["segments"] == [[0, 0, 3, 0, 0], *cut, [2, 0, 2, 3, 1]]
 
@@ -147,9 +158,9 @@ def test_dumps_hold_documents_segments_and_tasks(command, dumped):
         ([True], (), "item 0 is True"),
         ([[1], [0]], (), "row 1: item 0 is 0"),
         ([17], (), "1 document of 17 tokens in all, but 2 ranks of 8 take 16"),
-        ([[9], [1]], FIXED, "row 0 holds 9 tokens"),
+        ([[9], [1]], (FIXED,), "row 0 holds 9 tokens"),
         ([[1], [1], [1]], (), "holds 3 rows, but --ranks is 2"),
-        ([[1], [1]], (*FIXED, "--ranks", "3"), "holds 2 rows, but --ranks is 3"),
+        ([[1], [1]], (FIXED, "--ranks", "3"), "holds 2 rows, but --ranks is 3"),
         ([10**30], (), "must be 64-bit integers"),
         ([2**40], (), "hold more than"),
         ([1], ("--ranks", "4097"), "--ranks: must be at most 4096, got 4097"),
@@ -158,30 +169,33 @@ def test_dumps_hold_documents_segments_and_tasks(command, dumped):
             ("--ranks", "1024", "--tokens-per-rank", "32k"),
             "on 1024 ranks leave fewer than 8 blocks of 128",
         ),
-        ([1], ("--balance-tolerance", "nan"), "or 'auto', got 'nan'"),
-        ([1], ("--balance-block-size", "0"), "balance_block_size must be positive, got 0"),
+        (
+            [1],
+            ({"planning": {"balance_tolerance": "nan"}},),
+            "member balance_tolerance must be 0 or more (0.05 is 5 %), or 'auto', got 'nan'",
+        ),
+        (
+            [1],
+            ({"planning": {"balance_block_size": 0}},),
+            "planning member balance_block_size must be positive, got 0",
+        ),
+        ([1], ({"attention_servers": 2},), "sets attention_servers, but ranks alone are planned"),
+        ([1], ({"gradient_checkpointing": "on"},), "must be true or false, got 'on'"),
+        ([1], ({"attention_kernel": "fast"},), "attention_kernel must be one of"),
+        ([1], ("--config", "/nowhere"), "cannot read /nowhere: No such file or directory"),
+        ([1], ("--profile", "/nowhere"), "no device profile at '/nowhere'"),
         (
             [1],
             ("--ranks-per-node", "2,1"),
             "ranks_per_node=2,1 adds up to 3 ranks, but 2 ranks train",
         ),
+        ([1], ("--report", "/nowhere/x"), "cannot write /nowhere/x: there is no such folder"),
         (
             [1],
-            ("--network-bandwidth", "0"),
-            "--network-bandwidth: must be a positive number of gigabytes, got '0'",
-        ),
-        ([1], ("--attention-kernel", "auto"), "--attention-kernel: invalid choice: 'auto'"),
-        ([1], ("--dump", "/nonexistent/x"), "cannot write /nonexistent/x: there is no such folder"),
-        (
-            [1],
-            ("--exchange-buffer-bytes", "1"),
-            "--exchange-buffer-bytes 1 holds 0 rows of K and V",
+            ({"planning": {"exchange_buffer_bytes": 1}},),
+            "exchange_buffer_bytes=1 holds 0 rows of K and V",
         ),
         ([1], ("--model", "/nowhere"), "no model config at '/nowhere'"),
-        ([1], ("--device-memory", "80"), "no model is given; add --model"),
-        ([1], ("--offload",), "--offload moves checkpoints of a model, but no model is given"),
-        ([1], ("--strategy", "ddp"), "--strategy counts the memory of a model, but no model is"),
-        ([1], ("--model", "/nowhere", "--dtype", "float16"), "counted in bfloat16 or float32 only"),
     ],
 )
 def test_bad_input_is_one_line_and_status_2(command, run, lengths, options, message):
@@ -194,41 +208,97 @@ def test_bad_input_is_one_line_and_status_2(command, run, lengths, options, mess
 
 
 @pytest.mark.parametrize("layout", ["auto", "fixed"])
-def test_the_plan_is_the_trainers(command, dumped, planned_model, tmp_path, layout):
+def test_the_plan_is_the_trainers(command, planned, planned_model, tmp_path, layout):
+    """With the costs of the profile that both read, and without checkpoints of layers."""
     model = small_model()
     corpus = [9000, 300, 4000, 1200, 70, 2500, 640, 3300, 128, 5000]
-    settings = {"tokens_per_rank": 8192, "document_layout": layout}
+    settings = {"tokens_per_rank": 8192, "document_layout": layout, "device_profile": "cpu"}
+    training = {**settings, "gradient_checkpointing": False, "learning_rate": 1e-4}
+    shown = planned(*command(corpus, 4, 8192, training, *planned_model(model.config)))
     arguments = hf_distca.DistCATrainingArguments(
         output_dir=str(tmp_path), use_cpu=True, report_to=[], **settings
     )
     dataset = datasets.Dataset.from_dict({"input_ids": [[1] * length for length in corpus]})
     trainer = hf_distca.DistCATrainer(model=model, args=arguments, train_dataset=dataset)
     config = hf_distca.DistCAConfig(**settings)
-    device = torch.device("cpu")
     of_one, of_four = (
-        hf_distca.describe_run(model, config, ranks=ranks, device=device).plans for ranks in (1, 4)
+        hf_distca.describe_run(model, config, ranks=ranks, device=torch.device("cpu"))
+        for ranks in (1, 4)
     )
-    assert of_one == trainer.dispatcher.settings
-    options = [*planned_model(model.config), "--dtype", "float32", "--attention-kernel", "cpu"]
-    shown = dumped(*command(corpus, 4, 8192, "--document-layout", layout, *options))
-    planned = plan_micro_batch(corpus, of_four).nano_batches
-    assert len(shown) == len(planned) == 2
-    for printed, nano in zip(shown, planned, strict=True):
+    assert of_one.plans == trainer.dispatcher.settings
+    in_training = of_four.with_profile(DeviceProfile.load("cpu")).plans
+    expected = plan_micro_batch(corpus, in_training)
+    assert expected.choice is not None
+    assert len(shown) == len(expected.nano_batches)
+    for printed, nano in zip(shown, expected.nano_batches, strict=True):
         assert printed["documents"] == nano.documents.tolist()
         assert printed["segments"] == [list(segment) for segment in nano.layout.segments.tolist()]
         assert printed["tasks"] == [
-            list(task) for task in nano.plans[of_four.dominant_kind].tasks.tolist()
+            list(task) for task in nano.plans[in_training.dominant_kind].tasks.tolist()
         ]
 
 
-def test_bytes_follow_shapes_and_windows(command, figures, planned_model):
-    fixed = command([[8192], [128] * 64], 2, 8192, *FIXED)
+def test_the_file_of_arguments_is_read_as_yaml_and_options_come_first(
+    command, run, figures, tmp_path
+):
+    file = tmp_path / "train.yaml"
+    file.write_text(
+        "output_dir: runs\ntokens_per_rank: 1k\nranks_per_node: [1, 3]\nlearning_rate: 1e-4\n"
+        "planning: {balance_block_size: 64}\n"
+    )
+    of_file = ["plan", "--lengths", "one-long", "--ranks", "4", "--config", str(file)]
+    status, output, _ = run(*of_file)
+    assert status == 0
+    assert "\nsettings of --config           tokens_per_rank, ranks_per_node, planning\n" in output
+    assert "4 ranks of at most 1,024 tokens" in output
+    assert "tasks below 64 rows" in output
+    assert "bytes between nodes" in output
+    output = run(*of_file, "--ranks-per-node", "4", "--tokens-per-rank", "2k")[1]
+    assert "4 ranks of at most 2,048 tokens" in output
+    assert "bytes between nodes" not in output
+    for content, message in (
+        ("a: [", "train.yaml is neither YAML nor JSON"),
+        ("just text", "train.yaml holds no arguments"),
+        ("tokens_per_rank: 200M", "tokens_per_rank must be at most 134217728"),
+        ("learning_rate: 1", "--tokens-per-rank is missing"),
+    ):
+        file.write_text(content)
+        status, _, error = run(*of_file)
+        assert status == 2
+        assert message in error
+        assert error.count("\n") == 1
+
+
+def test_costs_decide_the_plan_and_links_its_seconds(command, figures, tmp_path):
+    """A slow network keeps documents on their ranks."""
+    profile = DeviceProfile.load("h100")
+    slow = LinkCost(1e-3, 1e6)
+    replace(profile, exchange=Links(slow, slow)).save(tmp_path / "slow.json")
+    corpus = command([4000, 3000, 2000, 1000, 500, 400], 4, 8192)
+    fast_plan, slow_plan = (
+        figures(*corpus, "--profile", name) for name in ("h100", str(tmp_path / "slow.json"))
+    )
+    assert slow_plan["bytes_total"] == 0
+    fixed = command([8192], 4, 2048, FIXED)
+    seconds = [
+        figures(*fixed, "--profile", name)["link_seconds"]
+        for name in ("h100", str(tmp_path / "slow.json"))
+    ]
+    assert seconds[1] > 1000 * seconds[0] > 0
+    assert fast_plan["tokens_max_over_mean"] >= 1
+
+
+def test_bytes_follow_shapes_and_windows(command, figures, planned_model, tmp_path):
+    as_set = {**FIXED, "planning": {"balance_tolerance": 0.01, "ping_pong": True}}
+    fixed = command([[8192], [128] * 64], 2, 8192, as_set)
 
     def bytes_total(*options):
         return figures(*fixed, *options)["bytes_total"]
 
     total = bytes_total()  # of 32 query heads and 8 key-value heads of 128 numbers
-    assert bytes_total("--dtype", "float32") == 2 * total
+    h100 = DeviceProfile.load("h100")
+    replace(h100, dtype="float32").save(tmp_path / "float32.json")
+    assert bytes_total("--profile", str(tmp_path / "float32.json")) == 2 * total
     heads = {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 128}
     assert bytes_total(*planned_model(small_model(**heads).config)) == total // 4
     windows = MistralConfig(**SMALL_MODEL, sliding_window=1)
@@ -249,19 +319,15 @@ def test_bytes_follow_shapes_and_windows(command, figures, planned_model):
     ids=["nodes of one rank", "one node", "nodes of two ranks", "uneven nodes"],
 )
 def test_bytes_within_and_between_nodes(
-    command, figures, ranks_per_node, expected_rows, busiest_rows, bandwidth
+    command, figures, tmp_path, ranks_per_node, expected_rows, busiest_rows, bandwidth
 ):
     # A document of 8 rows on 4 ranks, each of which reads all rows before its own; a row of K and V
     # is 8 heads of 128 numbers.
-    links = [
-        "--ranks-per-node",
-        ranks_per_node,
-        "--node-bandwidth",
-        "1",
-        "--network-bandwidth",
-        "0.25",
-    ]
-    figures_of_plan = figures(*command([8], 4, 2, *UNBALANCED, *links))
+    h100 = DeviceProfile.load("h100")
+    links = Links(LinkCost(0.0, 1e9), LinkCost(0.0, 0.25e9))
+    replace(h100, exchange=links).save(tmp_path / "costs.json")
+    options = ["--ranks-per-node", ranks_per_node, "--profile", str(tmp_path / "costs.json")]
+    figures_of_plan = figures(*command([8], 4, 2, UNBALANCED, *options))
     row = 2 * 8 * 128 * 2
     assert figures_of_plan["bytes_total"] == 12 * row
     assert figures_of_plan["bytes_bottleneck"] == 6 * row
@@ -271,12 +337,12 @@ def test_bytes_within_and_between_nodes(
 
 def test_the_table(command, run):
     # The same of a document of 1024 rows: what was 2 rows is 256.
-    _, output, _ = run(*command([1024], 4, 256, *UNBALANCED, "--ranks-per-node", "2"))
+    _, output, _ = run(*command([1024], 4, 256, UNBALANCED, "--ranks-per-node", "2"))
     expected_lines = [
         "documents                      1 of 1,024 tokens, 3 cuts, 1 nano-batch",
         "bytes within nodes             4.19 MB, busiest rank 2.10 MB, busiest node 3.15 MB",
         "bytes between nodes            2.10 MB, busiest rank 1.05 MB, busiest node 2.10 MB",
-        "busiest link, per layer        0.02 ms at 450 GB/s within and 50 GB/s between nodes",
+        "busiest link, per layer        0.02 ms at 100 GB/s within and 50 GB/s between nodes",
     ]
     assert [line for line in expected_lines if f"{line}\n" not in output] == []
 
@@ -300,14 +366,7 @@ def test_figures_of_ranks_add_up(command, figures, tmp_path):
 
 def test_memory_of_a_model(command, figures, tmp_path):
     small_model().config.save_pretrained(tmp_path)
-    options = [
-        "--model",
-        f"{tmp_path}/config.json",
-        "--dtype",
-        "float32",
-        "--device-memory",
-        "0.04",
-    ]
+    options = ["--model", f"{tmp_path}/config.json", *FLOAT32, "--device-memory", "0.04"]
     planned = figures(*command([4096], 2, 2048, *options))
     memory = planned["memory"]
     parameters = sum(p.numel() for p in small_model().parameters())
@@ -339,7 +398,8 @@ def test_offloaded_checkpoints_and_their_copies(command, run, tmp_path, monkeypa
     """A model of 5 layers; 3 are offloaded: a bfloat16 row of 32 numbers, O of 32, and 4 sums."""
     small_model(num_hidden_layers=5).config.save_pretrained(tmp_path)
     monkeypatch.setattr("hf_distca.cli.model.STRATEGIES", ("ddp", "fsdp2"))
-    options = ["--model", f"{tmp_path}/config.json", "--offload", "--profile", "h200"]
+    options = ["--model", f"{tmp_path}/config.json", {"offload_activations": True}]
+    options += ["--device-memory", "0.04", "--profile", "h200"]
     status, output, _ = run(*command([4096], 2, 2048, *options, "--json"))
     assert status == 0
     planned = json.loads(output)
@@ -353,7 +413,7 @@ def test_offloaded_checkpoints_and_their_copies(command, run, tmp_path, monkeypa
     figures = planned["offload"]
     expected = {
         "strategy": "fsdp2",
-        "profile": "h200",
+        "profile": "NVIDIA H200, bfloat16",
         "layers": 3,
         "host_bytes": 3 * layer,
         "host_bytes_of_node": 6 * layer,
@@ -367,7 +427,7 @@ def test_offloaded_checkpoints_and_their_copies(command, run, tmp_path, monkeypa
     shown = "\n".join(offload_lines(figures | {"step_seconds": 12.34, "wait_seconds": 0.5}))
     assert "offloaded under fsdp2" in shown
     assert "3 layers, 0.0 GB of host memory a rank" in shown
-    assert "12.3 s on h200: core attention 0.0 s, waits for copies 0.5 s" in shown
+    assert "12.3 s on NVIDIA H200, bfloat16: core attention 0.0 s, waits for copies 0.5 s" in shown
     monkeypatch.delattr(MemoryCounter, "count")  # refused before anything is counted
     status, _, error = run(*command([4096], 2, 2048, *options[:-1], "/nowhere"))
     assert status == 2
@@ -377,10 +437,10 @@ def test_offloaded_checkpoints_and_their_copies(command, run, tmp_path, monkeypa
 def test_memory_follows_the_settings_that_are_given(command, figures, tmp_path, monkeypatch):
     small_model().config.save_pretrained(tmp_path)
     monkeypatch.delitem(CASES, "without_checkpointing")
-    options = ["--model", str(tmp_path), "--dtype", "float32", "--strategy", "ddp"]
+    options = ["--model", str(tmp_path), *FLOAT32, "--strategy", "ddp"]
     backward = []
-    for chunk_rows in ("0", "32"):
-        command_line = command([256], 2, 128, *options, "--mlp-chunk-rows", chunk_rows)
+    for chunk_rows in (0, 32):
+        command_line = command([256], 2, 128, *options, {"mlp_chunk_rows": chunk_rows})
         memory = figures(*command_line)["memory"]
         assert list(memory) == ["ddp"]
         backward.append(memory["ddp"]["with_checkpointing"]["parts"]["backward"])
@@ -390,15 +450,15 @@ def test_memory_follows_the_settings_that_are_given(command, figures, tmp_path, 
 @pytest.mark.parametrize("model_type", ["llama4_text", "qwen3_next"])
 def test_memory_of_hybrids_and_experts_is_counted(command, figures, tmp_path, model_type):
     tiny_config(model_type).save_pretrained(tmp_path)
-    options = ["--model", str(tmp_path), "--dtype", "float32"]
+    options = ["--model", str(tmp_path), *FLOAT32, "--device-memory", "0.01"]
     planned = figures(*command([150, 30], 2, 96, *options))
     assert planned["tokens_max_over_mean"] == 1.0
     assert planned["memory"]
 
 
 def test_mixing_of_a_hybrid_that_is_cut(command, run, figures, planned_model):
-    cut = command([150, 30], 2, 96, *planned_model(tiny_config("qwen3_next")))
-    cut += ["--document-layout", "fixed", "--no-ping-pong"]
+    one_nano_batch = {**FIXED, "planning": {"ping_pong": False}}
+    cut = command([150, 30], 2, 96, *planned_model(tiny_config("qwen3_next")), one_nano_batch)
     mixing = figures(*cut)["mixing"]
     # One layer: 3 rows of 96 channels in bfloat16; A and B of 4 heads, 8 rows and 16 columns in
     # float32.
@@ -415,7 +475,7 @@ def test_mixing_of_a_hybrid_that_is_cut(command, run, figures, planned_model):
 def test_a_model_whose_documents_stay_whole(command, run, tmp_path):
     tiny_config("jamba").save_pretrained(tmp_path)
     model = ["--model", str(tmp_path)]
-    status, _, error = run(*command([60, 30], 2, 96, *model, "--document-layout", "fixed"))
+    status, _, error = run(*command([60, 30], 2, 96, *model, FIXED))
     assert status == 2
     assert "set document_layout='whole'" in error
     assert "document 0 has 97 tokens" in run(*command([97, 30], 2, 96, *model))[2]
@@ -423,7 +483,8 @@ def test_a_model_whose_documents_stay_whole(command, run, tmp_path):
 
 def test_one_document_travels_in_stages_through_small_buffers(command, figures):
     buffer, row = 1 << 25, 2 * 8 * 128 * 2
-    planned = figures(*command([262144], 4, 65536, "--exchange-buffer-bytes", str(buffer)))
+    small = {"planning": {"exchange_buffer_bytes": buffer}}
+    planned = figures(*command([262144], 4, 65536, small))
     assert planned["stages"] >= 8
     # Six buffers for K and V, there and back; queries stay.
     assert planned["exchange_buffers"] <= 6 * buffer + 256 * row
@@ -463,9 +524,9 @@ def test_compressed_files_tables_with_tabs_and_patterns_hold_lengths(run, tmp_pa
     assert "c.bin' has no suffix that `datasets` knows, but" in error
 
 
-def test_lengths_of_texts_and_chats_are_counted_by_a_tokenizer(dumped, tmp_path, subtests):
+def test_lengths_of_texts_and_chats_are_counted_by_a_tokenizer(planned, tmp_path, subtests):
     def lengths_of(name: str, *more: str) -> list[int]:
-        nano_batches = dumped("plan", "--lengths", str(tmp_path / name), *options, *more)
+        nano_batches = planned("plan", "--lengths", str(tmp_path / name), *options, *more)
         return sorted(length for nano in nano_batches for length in nano["lengths"])
 
     tokenizer().save_pretrained(tmp_path / "tokenizer")
@@ -607,7 +668,7 @@ def test_sources_without_lengths(run, tmp_path, name, content, options, message)
     assert message in error, error
 
 
-def test_micro_batches_are_drawn(dumped, figures, tmp_path, without_memory):
+def test_micro_batches_are_drawn(figures, tmp_path, without_memory):
     datasets.Dataset.from_dict({"tokens": [300, 40, 5] * 100}).save_to_disk(tmp_path / "data")
     np.savetxt(tmp_path / "lengths.csv", [300, 40, 5], "%d", header="tokens", comments="")
     setting = ["--ranks", "2", "--tokens-per-rank", "1k", "--column", "tokens"]
@@ -633,8 +694,8 @@ def test_drawn_documents_that_are_cut_are_named(run, tmp_path):
 
 
 @pytest.mark.parametrize("source", ["prolong", "one-long", "lognormal:300,1"])
-def test_drawn_lengths_follow_the_seed(dumped, source):
-    setting = ["--lengths", source, "--ranks", "4", "--tokens-per-rank", "2k", "--seed"]
-    drawn = [[nano["lengths"] for nano in dumped("plan", *setting, seed)] for seed in "001"]
-    assert 4096 < sum(map(sum, drawn[0])) <= 8192
-    assert drawn[0] == drawn[1] != drawn[2]
+def test_the_same_lengths_are_drawn_every_time(planned, source):
+    setting = ["--lengths", source, "--ranks", "4", "--tokens-per-rank", "2k"]
+    first, again = ([nano["lengths"] for nano in planned("plan", *setting)] for _ in range(2))
+    assert 4096 < sum(map(sum, first)) <= 8192
+    assert first == again

@@ -69,9 +69,9 @@ def test_long_documents_beside_short_ones_pay_and_equal_ones_do_not(
     lengths = tmp_path / "lengths.json"
     report = tmp_path / "report.html"
     lengths.write_text(json.dumps([512] * 10))
-    printed = run(
-        *SETTING, "--lengths", str(lengths), "--no-checkpointing", "--report", str(report)
-    )[1]
+    (tmp_path / "train.yaml").write_text("gradient_checkpointing: false\n")
+    config = ["--config", str(tmp_path / "train.yaml")]
+    printed = run(*SETTING, "--lengths", str(lengths), *config, "--report", str(report))[1]
     assert "hf_distca, chosen" in printed
     assert "No gain expected: " in printed
     assert "\nplain packing * " in printed
@@ -83,9 +83,9 @@ def test_long_documents_beside_short_ones_pay_and_equal_ones_do_not(
 def test_without_checkpointing_no_layer_runs_again(figures, tmp_path, without_memory):
     (tmp_path / "lengths.json").write_text(json.dumps([512] * 8))
     options = [*SETTING[:5], "--lengths", str(tmp_path / "lengths.json"), "--batches", "1"]
-    again, once = (
-        by_name(figures(*options, *more))["plain packing"] for more in ((), ("--no-checkpointing",))
-    )
+    (tmp_path / "train.json").write_text('{"activation_checkpointing": false}')
+    without = ("--config", str(tmp_path / "train.json"))
+    again, once = (by_name(figures(*options, *more))["plain packing"] for more in ((), without))
     # Forward, backward and the forward again take 4, against 3; the output head, whose chunks run
     # once, is a part.
     assert 1.25 < again["other_seconds"] / once["other_seconds"] < 4 / 3
@@ -96,7 +96,9 @@ def test_memory_is_that_of_a_counted_plan(figures, tmp_path, small):
     (tmp_path / "lengths.json").write_text(json.dumps([512] * 64))
     options = [*SETTING[1:5], "--lengths", str(tmp_path / "lengths.json"), "--model", small]
     strategies = by_name(figures("simulate", *options, "--batches", "1"))
-    counted = figures("plan", *options, "--document-layout", "fixed")["memory"]["fsdp2"]
+    (tmp_path / "train.yaml").write_text("document_layout: fixed\n")
+    options += ["--config", str(tmp_path / "train.yaml"), "--strategy", "fsdp2"]
+    counted = figures("plan", *options)["memory"]["fsdp2"]
     fixed = strategies["hf_distca, fixed"]
     assert fixed["state_bytes"] + fixed["rows_bytes"] == counted["with_checkpointing"]["total"]
     # Rows that are not exchanged need no buffers, but are computed all at once, not one nano-batch
@@ -126,7 +128,7 @@ def test_the_chosen_plan_is_never_slower_than_other_strategies(figures, without_
         ("--servers", "-1", "--servers: must be 0 or a positive whole number, got '-1'"),
         ("--batches", "9999999", "--batches: must be at most 100000, got 9999999"),
         ("--tokens-per-rank", "1", "--tokens-per-rank must be at least 2"),
-        ("--exchange-buffer-bytes", "1", "holds 0 rows of K and V"),
+        ("--config", "/nowhere", "cannot read /nowhere: No such file"),
         ("--tensor-parallel", "3", "does not divide the model's 32 query heads"),
         ("--report", ".", "cannot write .: it is a folder; name a file"),
         ("--profile", "abacus", "no device profile at 'abacus': expected one of"),
@@ -137,7 +139,7 @@ def test_the_chosen_plan_is_never_slower_than_other_strategies(figures, without_
         "servers",
         "batches",
         "tokens",
-        "buffer",
+        "config",
         "tensor parallel",
         "report",
         "profile",
@@ -279,7 +281,7 @@ def test_trees_of_agents_share_in_padded_batches(figures, without_memory):
     assert simulation["advice"] == alone["advice"][:-1]
     strategies = {strategy["name"]: strategy for strategy in simulation["padded"]["strategies"]}
     nothing_shared, shared = (
-        strategies[name] for name in ("hf_distca, nothing shared", "hf_distca")
+        strategies[name] for name in ("hf_distca, no prefix sharing", "hf_distca")
     )
     assert shared["rows"] < 0.5 * nothing_shared["rows"]
     assert shared["step_seconds"] < 0.6 * nothing_shared["step_seconds"]
@@ -287,9 +289,11 @@ def test_trees_of_agents_share_in_padded_batches(figures, without_memory):
 
 def test_settings_to_copy_are_not_deprecated(figures, tmp_path, recwarn, without_memory):
     report = tmp_path / "report.html"
+    file = tmp_path / "train.yaml"
+    file.write_text("planning: {balance_tolerance: 0.02}\nlearning_rate: 0.1\n")
     options = (
-        "--balance-tolerance",
-        "0.02",
+        "--config",
+        str(file),
         "--ranks-per-node",
         "4",
         "--batches",
@@ -312,7 +316,7 @@ def test_settings_to_copy_are_not_deprecated(figures, tmp_path, recwarn, without
     )
     args = names["args"]
     assert args.tokens_per_rank == 4096
-    assert args.balance_tolerance == 0.02
+    assert args.planning.plain() == {"balance_tolerance": 0.02}
     assert getattr(args, CHECKPOINTING) is True
     assert args.ranks_per_node == "auto"  # the launch gives the nodes
     assert not [str(warning.message) for warning in recwarn if "deprecated" in str(warning.message)]

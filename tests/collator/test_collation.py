@@ -19,7 +19,7 @@ from hf_distca.batches.packed import batch_document_lengths, checked_document_le
 from hf_distca.checks.batch_rules import Batch
 from hf_distca.checks.data_rules import Data
 from hf_distca.collator import collation
-from hf_distca.collator.collation import DistCACollator, RankDocuments, excerpt_rows
+from hf_distca.collator.collation import DistCACollator, RankDocuments, span_rows
 from hf_distca.collator.documents import document_lengths
 from hf_distca.collator.padding_free import CollatorWithLengths
 from hf_distca.collator.sampler import GlobalBatchSampler, GlobalMicroBatch, fit_documents
@@ -130,9 +130,9 @@ def test_long_documents_are_cut(caplog):
     """A cut keeps the target across it; truncation drops the target too."""
     examples = [{"input_ids": [1, 2, 3, 4, 5]}]
     lengths = np.array([5])
-    excerpts = fit_documents(lengths, 3, "split", "limit")
+    spans = fit_documents(lengths, 3, "split", "limit")
     reader = RankDocuments(examples, lengths, fixed(1, 3), 0)
-    split = [DistCACollator(0)([reader[GlobalMicroBatch(excerpts[[i]])]]) for i in range(2)]
+    split = [DistCACollator(0)([reader[GlobalMicroBatch(spans[[i]])]]) for i in range(2)]
     truncated = collate(examples, fixed(1, 3), "truncate")
     with caplog.at_level(logging.WARNING):
         caplog.clear()
@@ -174,10 +174,10 @@ def test_the_rows_of_all_ranks_are_the_documents(lengths, ranks, layout, balance
     assert 0 < tokens.min() <= tokens.max() <= -(-tokens.sum() // ranks)
 
 
-def test_an_excerpt_leaves_its_document_as_it_is():
+def test_a_span_leaves_its_document_as_it_is():
     document = np.array([[1, 2, 3], [2, 3, -100]])
-    assert excerpt_rows(document, 0, 2, 2).tolist() == [[1, 2], [2, -100]]  # truncated
-    assert excerpt_rows(document, 1, 3, 4).tolist() == [[2, 3], [3, -100]]
+    assert span_rows(document, 0, 2, 2).tolist() == [[1, 2], [2, -100]]  # truncated
+    assert span_rows(document, 1, 3, 4).tolist() == [[2, 3], [3, -100]]
     assert document.tolist() == [[1, 2, 3], [2, 3, -100]]
 
 
@@ -194,10 +194,10 @@ def test_the_choices_that_come_with_a_micro_batch_are_those_of_its_plan():
 
     settings = PlanSettings(1, 8, costs=costs(1.0))
     reader = RankDocuments(examples_of([5]), np.array([5]), settings, 0)
-    excerpts = fit_documents(np.array([5]), 8, "error", "limit")
-    by_settings = reader[GlobalMicroBatch(excerpts, None)].plan
+    spans = fit_documents(np.array([5]), 8, "error", "limit")
+    by_settings = reader[GlobalMicroBatch(spans, None)].plan
     assert by_settings.choice.seconds == pytest.approx(10.0)
-    by_corrections = reader[GlobalMicroBatch(excerpts, costs(10.0))].plan
+    by_corrections = reader[GlobalMicroBatch(spans, costs(10.0))].plan
     assert by_corrections.choice.seconds == pytest.approx(100.0)
 
 

@@ -35,13 +35,13 @@ def test_policies_for_long_documents():
     pieces = [(1, 0, 4, 9), (1, 4, 8, 9), (1, 8, 9, 9)]
     assert fit("split") == [(0, 0, 3, 3), *pieces, (2, 0, 4, 4), (3, 0, 4, 5), (3, 4, 5, 5)]
     assert fit("truncate") == [(0, 0, 3, 3), (1, 0, 4, 4), (2, 0, 4, 4), (3, 0, 4, 4)]
-    excerpts = fit_documents(np.array([3, 9]), 9, "error", "limit")
+    spans = fit_documents(np.array([3, 9]), 9, "error", "limit")
     with pytest.raises(ValueError, match="there are 0 documents"):
-        GlobalBatchSampler(excerpts[:0], 9)
+        GlobalBatchSampler(spans[:0], 9)
     with pytest.raises(
         ValueError, match=r"2 documents of at most 9 tokens, but .* holds at most 8 tokens"
     ):
-        GlobalBatchSampler(excerpts, 8)
+        GlobalBatchSampler(spans, 8)
 
 
 @pytest.mark.parametrize(
@@ -64,7 +64,7 @@ def test_a_summary_names_documents_tokens_lengths_and_what_is_cut_or_dropped():
     counted = "data: 4 documents, 2,021 tokens; median length 8, longest 2,003"
     lengths = [3, 2003, 4, 11]
     assert summary(lengths, 2003, "split") == f"{counted}; no document is cut"
-    split = "long_documents='split' cuts {} into {} excerpts, which do not attend to each other"
+    split = "long_documents='split' cuts {} into {} spans, which do not attend to each other"
     assert (
         summary(lengths, 1000, "split")
         == f"{counted}; {split.format('1 document of more than 1,000 tokens', 3)}"
@@ -94,7 +94,7 @@ def sampler_of(lengths, capacity, **options):
 
 def drawn(sampler, epoch=0):
     sampler.set_epoch(epoch)
-    return [batch.excerpts["document"].tolist() for (batch,) in sampler]
+    return [batch.spans["document"].tolist() for (batch,) in sampler]
 
 
 def test_epochs_and_seeds_differ_and_repeat_unless_documents_come_in_order():
@@ -156,16 +156,16 @@ def test_each_row_once_per_epoch_never_over_capacity(lengths, capacity, seed, sh
     sampler, on_another_rank = (
         sampler_of(lengths, capacity, seed=seed, shuffle=shuffle) for _ in range(2)
     )
-    excerpts = sampler.excerpts.tolist()
-    rows = [(document, row) for document, start, stop, _ in excerpts for row in range(start, stop)]
+    spans = sampler.spans.tolist()
+    rows = [(document, row) for document, start, stop, _ in spans for row in range(start, stop)]
     assert rows == [
         (document, row) for document, length in enumerate(lengths) for row in range(length)
     ]
     for epoch in range(4):
         assert drawn(sampler, epoch) == drawn(on_another_rank, epoch)
-        batches = [batch.excerpts.tolist() for (batch,) in sampler]
+        batches = [batch.spans.tolist() for (batch,) in sampler]
         assert len(batches) == len(sampler)
-        assert sorted(excerpt for batch in batches for excerpt in batch) == excerpts
+        assert sorted(span for batch in batches for span in batch) == spans
         for batch in batches:
             tokens = sum(stop - start for _, start, stop, _ in batch)
             assert 0 < tokens <= capacity

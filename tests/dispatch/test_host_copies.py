@@ -6,8 +6,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
-from hf_distca.dispatch.checkpoints import is_recomputation
 from hf_distca.dispatch.host_copies import FULL, ActivationOffload, HostMemory, OffloadedForward
+from hf_distca.dispatch.kept_results import is_recomputation
 from tests.late_streams import LateStreams
 
 CPU = torch.device("cpu")

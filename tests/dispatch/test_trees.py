@@ -1,6 +1,6 @@
-"""Core attention of prefix trees on three ranks, in float64, against every sequence alone.
+"""Core attention of prefix trees on three ranks, in float64, against sequences by themselves.
 
-A row is known by all tokens up to it: equal beginnings have equal rows. Queries, keys and values of
+A row is known by all tokens up to it: equal prefixes have equal rows. Queries, keys and values of
 a row follow from that, whichever rank computes the row and for whichever sequence.
 
 Shape suffixes: N rows of this rank, P different rows of all sequences, S rows of a sequence,
@@ -74,7 +74,7 @@ class Trees:
 @st.composite
 def drawn_sequences(draw: st.DrawFn) -> tuple[Tokens, ...]:
     """Sequences that begin as earlier ones do, over up to seven levels; some are equal, and some
-    are beginnings of others.
+    are prefixes of others.
     """
     tokens = st.lists(st.integers(0, 2), max_size=9)
     sequences = [[1, *draw(tokens)]]
@@ -157,8 +157,10 @@ class Rows:
         """The row of each token of a sequence."""
         return torch.tensor([self._number[tokens[:stop]] for stop in range(1, len(tokens) + 1)])
 
-    def alone(self, kind: AttentionKind, has_sinks: bool) -> tuple[list[Tensor], list[Tensor]]:
-        """Attention of each sequence alone, and the gradients of all rows and of the sinks."""
+    def without_sharing(
+        self, kind: AttentionKind, has_sinks: bool
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """Attention of each sequence by itself, and the gradients of all rows and of the sinks."""
         inputs = [x.clone().requires_grad_() for x in (*self.qkv_P, self.sinks_H)]
         *qkv_P, sinks_H = inputs
         outputs = []
@@ -189,7 +191,7 @@ class Rows:
 
 
 def planned(trees: Trees) -> PlannedPadding:
-    """The sequences of all ranks, planned with shared beginnings."""
+    """The sequences of all ranks, planned with prefix sharing."""
     plan_settings = PlanSettings(
         RANKS,
         4096,
@@ -212,7 +214,7 @@ def rows_held(trees: Trees, plans: PlannedPadding, rows: Rows, count: int) -> Te
     """[N] which row each row of this rank is; -1 for a filler."""
     of_ranks = trees.of_ranks()
     numbers_N = torch.full((count,), -1)
-    for entry in on_rank(plans.travelling(plans.sequences.held), dist.get_rank()):
+    for entry in on_rank(plans.travelling(plans.sequences.rank_rows), dist.get_rank()):
         if entry["source"] != NO_RANK:
             numbers = rows.numbers(of_ranks[entry["source"]][entry["index"]])
             held_rows = slice(entry["offset"], entry["offset"] + row_counts(entry))
@@ -220,7 +222,7 @@ def rows_held(trees: Trees, plans: PlannedPadding, rows: Rows, count: int) -> Te
     return numbers_N
 
 
-def compare_with_sequences_alone(trees: Trees) -> int:
+def compare_with_no_sharing(trees: Trees) -> int:
     """Compare outputs and gradients; return the number of rows that were not computed."""
     rank, of_ranks, plans = dist.get_rank(), trees.of_ranks(), planned(trees)
     (plan,) = plans.sequences.plans
@@ -240,10 +242,10 @@ def compare_with_sequences_alone(trees: Trees) -> int:
     # 1. Outputs of this rank's rows, and gradients of all readers of them.
     params = AttentionParams(SCALE, window=trees.kind.window)
     o_NHD = disaggregated_attention(*qkv_N, sinks_H, bound, params, chunk=trees.kind.chunk)
-    outputs, expected_grads = rows.alone(trees.kind, trees.has_sinks)
+    outputs, expected_grads = rows.without_sharing(trees.kind, trees.has_sinks)
     first_of_rank = np.cumsum([0, *map(len, of_ranks)])
     do_NHD = torch.zeros_like(o_NHD)
-    for reader in on_rank(plans.travelling(plans.sequences.read), rank):
+    for reader in on_rank(plans.travelling(plans.sequences.sequence_tokens), rank):
         sequence = first_of_rank[reader["source"]] + reader["index"]
         held_rows = slice(reader["offset"], reader["offset"] + row_counts(reader))
         read = slice(reader["start"], reader["stop"])
@@ -283,6 +285,6 @@ DRAWN = st.builds(
 
 @settings(max_examples=60, phases=[Phase.reuse, Phase.generate])  # a failure ends the ranks
 @given(trees=DRAWN)
-def test_every_sequence_is_as_if_alone(rank_pools, trees):
-    shared = rank_pools[RANKS].run(compare_with_sequences_alone, trees, keeps_groups=True)
+def test_every_sequence_is_as_without_sharing(rank_pools, trees):
+    shared = rank_pools[RANKS].run(compare_with_no_sharing, trees, keeps_groups=True)
     event(f"{shared[0] // 10 * 10} or more rows are shared")

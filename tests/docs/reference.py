@@ -20,6 +20,7 @@ from hf_distca.checks.model_rules import ADAPTERS, Models
 from hf_distca.checks.refusal import Refusal
 from hf_distca.checks.run_rules import Resume, Run
 from hf_distca.cli.main import TOOLS
+from hf_distca.planning_settings import Planning, PlanningOrNone
 from hf_distca.server_settings import AttentionServers, Servers
 from hf_distca.trainer.metrics import METRICS, PREFIX
 from hf_distca.units import Bytes, BytesOrAuto, RowsOrAuto, Switch, TokensOrAuto, Tolerance
@@ -50,6 +51,7 @@ TYPES: dict[Any, str] = {
     Bytes: 'integer, or text such as `"128MiB"`',
     BytesOrAuto: 'integer, text such as `"128MiB"`, or `"auto"`',
     RowsOrAuto: 'integer, or `"auto"`',
+    PlanningOrNone: "dictionary, as JSON on a command line, or `None`",
     Servers: 'integer, `"external"`, or a dictionary, as JSON on a command line',
     Tolerance: 'number, or `"auto"`',
     Switch: '`True`, `False` or `"auto"`',
@@ -61,14 +63,15 @@ TYPES: dict[Any, str] = {
     str | None: "text, or `None`",
     dict[str, Any] | str | None: "dictionary, or `None`",
 }
+GROUPS: dict[Any, type] = {Servers: AttentionServers, PlanningOrNone: Planning}
+"""Settings that are groups, by their types."""
 UNITS = {
     "tokens": ("tokens_per_rank", "max_length"),
-    "fraction of the mean": ("balance_tolerance",),
     "rows": (
-        *("balance_block_size", "mlp_chunk_rows"),
+        "mlp_chunk_rows",
         *("per_device_train_batch_size", "per_device_eval_batch_size"),
     ),
-    "bytes": ("exchange_buffer_bytes", "loss_chunk_bytes"),
+    "bytes": ("loss_chunk_bytes",),
     "ranks": ("ranks_per_node",),
     "seconds": ("exchange_timeout",),
     "steps": ("trace_steps",),
@@ -138,9 +141,14 @@ def settings(names: str) -> str:
             of_type = f"{', '.join(others)} or {last}"
         unit = "".join(f"; unit: {unit}" for unit, of_unit in UNITS.items() if name in of_unit)
         facts = f"{of_type}{unit}; default: {default(name)}"
-        texts.append(f"### `{name}`\n\n*{facts}*\n\n{prose(field.metadata['help'])}\n")
-        if kind is Servers:
-            texts.append(members(AttentionServers))
+        meaning = prose(field.metadata["help"])
+        group = GROUPS.get(kind)
+        if kind is PlanningOrNone:  # no help shows it
+            summary, forms, *_ = inspect.getdoc(Planning).split("\n\n")
+            meaning = f"{summary} {forms}".replace("\n", " ")
+        texts.append(f"### `{name}`\n\n*{facts}*\n\n{meaning}\n")
+        if group is not None:
+            texts.append(members(group))
     return "\n".join(texts)
 
 

@@ -14,7 +14,7 @@ from hf_distca.checks.argument_rules import ARGUMENTS, GIVEN, PACKED_ARGUMENTS, 
 from hf_distca.cli.main import TOOLS
 from hf_distca.kernels import KERNEL_NAMES
 from hf_distca.pool.rank.pool import FIGURES
-from hf_distca.trainer.accepted import BY_PLAN
+from hf_distca.trainer.arguments import BY_PLAN
 from hf_distca.trainer.metrics import METRICS, StepMeter
 from tests.docs.reference import FIELDS, FOLDER, GROUPED, PAGES, REFUSALS, UNITS, written
 

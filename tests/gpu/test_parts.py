@@ -323,22 +323,24 @@ def test_padded_batches_that_differ_gain_little_or_are_packed_slowly_are_found()
 
 
 def test_prefixes_that_save_too_little_are_found():
-    alone = {"rows": 300.0, "loss": 2.0, "norm of gradients": 1.0, "step_s": 3.0}
-    shared = {**alone, "rows": 100.0, "step_s": 1.0}
+    unshared = {"rows": 300.0, "loss": 2.0, "norm of gradients": 1.0, "step_s": 3.0}
+    shared = {**unshared, "rows": 100.0, "step_s": 1.0}
     prefixes.compare_strategies(
-        findings := Findings(), {"alone": alone, "shared": shared}, on_cuda=True
+        findings := Findings(), {"unshared": unshared, "shared": shared}, on_cuda=True
     )
     assert findings.wrong == []
     worse = {"rows": 110.0, "loss": 2.1, "norm of gradients": 1.1, "step_s": 1.3}
-    prefixes.compare_strategies(findings, {"alone": alone, "shared": worse}, on_cuda=True)
+    prefixes.compare_strategies(findings, {"unshared": unshared, "shared": worse}, on_cuda=True)
     assert [sentence.rsplit(": ", 1)[0] for sentence in findings.wrong] == [
         "difference of the loss",
         "difference of the norm of gradients",
-        "rows of shared over alone",
-        "time of shared over alone",
+        "rows, shared over unshared",
+        "time, shared over unshared",
     ]
     prefixes.compare_strategies(
-        findings := Findings(), {"alone": alone, "shared": {**shared, "step_s": 9.0}}, on_cuda=False
+        findings := Findings(),
+        {"unshared": unshared, "shared": {**shared, "step_s": 9.0}},
+        on_cuda=False,
     )
     assert findings.wrong == []
 

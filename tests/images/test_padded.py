@@ -17,8 +17,7 @@ COUNTS = {"pictures on both ranks": ((2, 0, 1), (1, 3, 0)), "pictures on one": (
 
 
 def padded(family: str, counts: tuple[int, ...]) -> dict[str, torch.Tensor]:
-    """A batch as a processor makes it, padded on the right; each sequence comes twice, with other
-    last tokens."""
+    """A batch as a processor makes it. Each sequence comes twice, with other last tokens."""
     examples = documents(family, counts)
     examples += [
         {**example, "input_ids": [*example["input_ids"][:-1], 7, 9]} for example in examples
@@ -53,7 +52,7 @@ def compare(family: str, counts: tuple[tuple[int, ...], ...], tokens_per_rank: i
     sum(losses).backward()
     model = tiny_model(family, "distca")
     config = hf_distca.DistCAConfig(
-        tokens_per_rank=tokens_per_rank, document_layout="fixed", balance_block_size=8
+        tokens_per_rank=tokens_per_rank, document_layout="fixed", planning={"balance_block_size": 8}
     )
     shared = []
     with patch.multiple(prefixes, BLOCK=4, LEAST_SAVED=0.0):
@@ -89,21 +88,24 @@ def test_families(rank_pools, family, ranks_with_pictures, tokens_per_rank):
     assert (shared[0] > 0) == (family != "qwen3_5")  # of which some layers mix rows
 
 
-def refuse(change: str) -> None:
-    """Give rank 1 a batch whose placeholders do not fit its images."""
+def refuse(cut: bool) -> None:
+    """Rank 1 has a batch whose placeholders do not fit its images; every rank says so."""
     model = tiny_model("qwen3_vl", "distca")
-    dispatcher = hf_distca.pack_padded(
-        model, hf_distca.DistCAConfig(tokens_per_rank=200), torch.device("cpu")
-    )
+    config = hf_distca.DistCAConfig(tokens_per_rank=200)
+    dispatcher = hf_distca.pack_padded(model, config, torch.device("cpu"))
     batch = padded("qwen3_vl", (1, 1))
-    expected = "rank 1"
     if dist.get_rank() == 1:
-        if change == "a placeholder less":
-            where = batch["input_ids"][0].eq(IMAGE).nonzero()[0]
-            batch["input_ids"][0, where] = 5
-        else:
-            batch["input_ids"][0, batch["input_ids"][0] == IMAGE] = 5
-            batch["input_ids"][1, : len(batch["input_ids"][0])] = IMAGE
-    with pytest.raises(RefusedError, match=expected):
+        first, second = batch["input_ids"][:2]
+        last = int((first == IMAGE).nonzero()[-1])
+        first[last] = 5
+        if cut:
+            second[0] = IMAGE
+    message = "an image of sequence 0" if cut else "tokens of the id"
+    with pytest.raises(RefusedError, match=message):
         model(**batch)
     dispatcher.close()
+
+
+@pytest.mark.parametrize("cut", [False, True])
+def test_placeholders_that_do_not_fit(rank_pools, cut):
+    rank_pools[2].run(refuse, cut)

@@ -86,7 +86,7 @@ def train(folder: str, case: Case, planned: bool) -> tuple[list[dict[str, float]
             arguments[f"per_device_{name}_batch_size"] = PER_STEP // dist.get_world_size()
         if planned:
             settings = {"tokens_per_rank": 400, "document_layout": "fixed", **case.planned}
-            arguments |= {"balance_block_size": 8, **settings}
+            arguments |= {"planning": {"balance_block_size": 8}, **settings}
         package, prefix = (hf_distca, "DistCA") if planned else (trl, "")
         args = getattr(package, f"{prefix}{case.kind}Config")(folder, **arguments)
         given: dict[str, Any] = {"ref_model": reference}

@@ -16,6 +16,8 @@ from tests.trainer.comparison import QUIET, launched
 COUNTS = [2, 0, 3, 1, 1]
 """Numbers of images of the documents."""
 LEARNING_RATE = 0.05
+EXCHANGING = {"balance_block_size": 8, "balance_tolerance": 0.01}
+"""Plans under which the rows of small documents travel."""
 STEPS = 3
 WITHIN = 1e-5
 """Largest error of losses and weights, relative to the largest value."""
@@ -46,7 +48,7 @@ def stock_training(family: str) -> tuple[list[float], dict[str, torch.Tensor]]:
 
 
 def train(
-    folder: str, family: str, strategy: str, arguments: dict[str, Any]
+    folder: str, family: str, strategy: str, arguments: dict[str, Any], ping_pong: bool
 ) -> tuple[list[float], dict[str, torch.Tensor], list[int]]:
     """Losses and weights of a training with hf_distca, and the images that this rank encoded."""
     encoded: list[int] = []
@@ -66,8 +68,11 @@ def train(
                 "bf16": False,
                 "tokens_per_rank": -(-tokens // dist.get_world_size()),
                 "document_layout": "fixed",
-                "balance_block_size": 8,
-                "balance_tolerance": 0.01,
+                "planning": {
+                    "balance_block_size": 8,
+                    "balance_tolerance": 0.01,
+                    "ping_pong": ping_pong,
+                },
                 **arguments,
             },
         )
@@ -111,8 +116,7 @@ def test_families(rank_pools, tmp_path, family, ranks, ping_pong):
     if ping_pong and ranks != 2:
         pytest.skip("one number of ranks is enough")
     expected = stock_training(family)
-    arguments = {"ping_pong": ping_pong}
-    results = rank_pools[ranks].run(train, str(tmp_path), family, "ddp", arguments)
+    results = rank_pools[ranks].run(train, str(tmp_path), family, "ddp", {}, ping_pong)
     for result in results:
         assert_equal(result, expected)
     # Each image is encoded once in each micro-batch.
@@ -123,6 +127,8 @@ def test_families(rank_pools, tmp_path, family, ranks, ping_pong):
 @pytest.mark.parametrize("strategy", ["fsdp2", "zero2", "zero3"])
 def test_strategies(rank_pools, tmp_path, strategy):
     expected = stock_training("qwen3_vl")
-    arguments = {CHECKPOINTING: True, "ping_pong": True}
-    for result in rank_pools[2].run(train, str(tmp_path), "qwen3_vl", strategy, arguments):
+    arguments = {CHECKPOINTING: True}
+    for result in rank_pools[2].run(
+        train, str(tmp_path), "qwen3_vl", strategy, arguments, True, keeps_groups=True
+    ):
         assert_equal(result, expected)

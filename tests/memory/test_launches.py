@@ -14,11 +14,11 @@ from transformers.models.llama import modeling_llama
 
 from hf_distca.memory.counted_step import count_peaks
 from hf_distca.memory.counter import MemoryCounter
+from hf_distca.memory.fitting import raised_in
 from hf_distca.memory.launches import without_launches
 from hf_distca.models.fake import fake_tensors, model_after
 from hf_distca.planner.micro_batch import plan_micro_batch
 from hf_distca.planner.settings import PlanSettings
-from hf_distca.trainer.memory import raised_in
 from tests.models_and_batches import SMALL, small_kinds, small_model, small_run
 
 triton = pytest.importorskip("triton")

@@ -25,7 +25,13 @@ from hf_distca.planner.layout import assemble
 from hf_distca.planner.micro_batch import plan_micro_batch
 from hf_distca.planner.settings import PlanSettings
 from hf_distca.trainer.assembly import make_dispatcher
-from tests.models_and_batches import planned_step, random_documents, reference_step, relative_error
+from tests.models_and_batches import (
+    planned_step,
+    random_documents,
+    reference_step,
+    relative_error,
+    with_planning,
+)
 from tests.survey.tiny import tiny_config
 
 Ranks = Sequence[Sequence[tuple[int, int, int]]]
@@ -121,7 +127,9 @@ def step(
     """
     model = make_model(model_type, lora=lora).to(dtype)
     fixed = {"tokens_per_rank": 256, "balance_block_size": 8, "loss_chunk_bytes": 4 * 64 * 20}
-    config = DistCAConfig(**{**fixed, "balance_tolerance": 0.01, "ping_pong": True, **options})
+    config = DistCAConfig(
+        **with_planning({**fixed, "balance_tolerance": 0.01, "ping_pong": True, **options})
+    )
     dispatcher = make_dispatcher(model, config, torch.device("cpu"))
     if checkpointing is not None:
         enable_checkpointing(model, {"use_reentrant": checkpointing})

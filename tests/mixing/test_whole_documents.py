@@ -102,7 +102,7 @@ def _errors() -> list[str]:
     inner.forward = lambda *args, distca_plan=None, **kwargs: forward(*args, **kwargs)
     for model in (caching, dropping, cutting):
         dispatcher = make_dispatcher(
-            model, DistCAConfig(ping_pong=True, **WHOLE), torch.device("cpu")
+            model, DistCAConfig(planning={"ping_pong": True}, **WHOLE), torch.device("cpu")
         )
         settings = dispatcher.settings
         if model is cutting:

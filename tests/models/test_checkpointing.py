@@ -1,4 +1,4 @@
-"""Checkpoints of layers, whose names transformers has changed; its warnings of earlier names are
+"""Activation checkpointing, whose names transformers has changed; its warnings of earlier names are
 errors here.
 """
 

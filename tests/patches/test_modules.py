@@ -20,7 +20,7 @@ SIZES: dict[str, dict[str, Any]] = {"llama": {}, "qwen3_5_text": SMALL_HYBRID}
 def changed_model(model_type: str, *, padded: bool) -> nn.Module:
     model = small_model(model_type, **SIZES[model_type])
     config = DistCAConfig(
-        tokens_per_rank=64, device_profile="cpu", mlp_chunk_rows=4, ping_pong=True
+        tokens_per_rank=64, device_profile="cpu", mlp_chunk_rows=4, planning={"ping_pong": True}
     )
     (pack_padded if padded else make_dispatcher)(model, config, torch.device("cpu"))
     return model

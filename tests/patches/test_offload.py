@@ -109,18 +109,21 @@ CASES = {
 
 
 def step(case: Case, *, moves: bool) -> tuple[Step, dict[str, int], int, int]:
-    """A step, bytes that went to host and device, bytes that the checkpoints of layers that move
-    keep, and chunks that the host memory lacks in the end.
+    """A step, bytes that went to host and device, bytes of activation checkpoints that move, and
+    chunks that the host memory lacks in the end.
     """
     model: Any = small_model(case.model, num_hidden_layers=LAYERS, **case.config).train()
     if case.lora:
         model = with_lora(model)
-    settings = {"balance_tolerance": 0.01, "document_layout": "fixed", "balance_block_size": 8}
     config = DistCAConfig(
         tokens_per_rank=256,
         loss_chunk_bytes=CHUNK_BYTES,
-        ping_pong=case.ping_pong,
-        **settings,
+        document_layout="fixed",
+        planning={
+            "balance_tolerance": 0.01,
+            "balance_block_size": 8,
+            "ping_pong": case.ping_pong,
+        },
     )
     dispatcher = make_dispatcher(model, config, CPU)
     WAYS[case.way](model)

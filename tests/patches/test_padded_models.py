@@ -38,12 +38,19 @@ from hf_distca.dispatch.padded_rows import (
 )
 from hf_distca.models.checkpointing import enable_checkpointing
 from hf_distca.models.decoder import backbone
-from hf_distca.models.sharing import shares_prefixes, why_sequences_stay_alone
+from hf_distca.models.sharing import shares_prefixes, why_sequences_share_nothing
 from hf_distca.patches.padded_models import plan_ahead
 from hf_distca.planner import prefixes
 from hf_distca.planner.padding import PlannedPadding, plan_padded
 from hf_distca.planner.settings import PlanSettings
-from tests.models_and_batches import SMALL, SMALL_HYBRID, SMALL_KIND, SMALL_LLAMA4, with_lora
+from tests.models_and_batches import (
+    SMALL,
+    SMALL_HYBRID,
+    SMALL_KIND,
+    SMALL_LLAMA4,
+    with_lora,
+    with_planning,
+)
 from tests.models_and_batches import small_model as small_model_of
 from tests.patches.test_rotary import LONGROPE
 from tests.ranks import RankPool
@@ -124,7 +131,7 @@ def compare_with_stock(
     batch = padded_batch(lengths_of_ranks[rank], side, rank)
     expected, expected_gradient = outputs_and_gradients(small_model(name, "eager"), batch)
     model = small_model(name, "distca")
-    config = DistCAConfig(tokens_per_rank=64, exchange_timeout=30.0, **settings)
+    config = DistCAConfig(tokens_per_rank=64, exchange_timeout=30.0, **with_planning(settings))
     dispatcher = pack_padded(model, config, torch.device("cpu"))
     try:
         outputs, gradient = outputs_and_gradients(model, batch)
@@ -177,7 +184,9 @@ def classify(lengths_of_ranks: list[list[int]]) -> None:
     )
     stock = small_model("llama", "sdpa", AutoModelForSequenceClassification)
     model = small_model("llama", "distca", AutoModelForSequenceClassification)
-    dispatcher = pack_padded(model, DistCAConfig(tokens_per_rank=64, **CUT), torch.device("cpu"))
+    dispatcher = pack_padded(
+        model, DistCAConfig(tokens_per_rank=64, **with_planning(CUT)), torch.device("cpu")
+    )
     try:
         with torch.no_grad():
             torch.testing.assert_close(
@@ -450,28 +459,28 @@ def test_no_micro_batch_holds_more_than_all_ranks() -> None:
     assert sorted(int(plan.tokens.sum()) for plan in planned.sequences.plans) == [128, 128]
 
 
-PIECES = (12, 8, 1, 5, 9)
-"""Tokens of the pieces with which sequences begin, one after another."""
+PARTS = (12, 8, 1, 5, 9)
+"""Tokens of the parts of prefixes, one after another."""
 TREES = (
     ((1, 6), (2, 10), (2, 1)),
     ((5, 0), (5, 7), (1, 6)),
     ((4, 3), (0, 3), (3, 2)),
 )
-"""Sequences of three ranks: the first pieces, so many, and then tokens of their own. Two sequences
-are equal, and one is the beginning of another."""
-TREE_TOKENS = [sum(sum(PIECES[:pieces]) + own for pieces, own in trees) for trees in TREES]
+"""Sequences of three ranks: so many of the first parts, and then tokens of their own. Two sequences
+are equal, and one is a prefix of another."""
+TREE_TOKENS = [sum(sum(PARTS[:parts]) + own for parts, own in trees) for trees in TREES]
 
 
 def batch_with_prefixes(rank: int) -> dict[str, Tensor]:
-    """Sequences that begin alike, on this rank and on others, over up to five levels."""
+    """Sequences with equal prefixes, on this rank and on others, over up to five levels."""
     generator = torch.Generator().manual_seed(3)
-    beginning = torch.randint(3, 64, (sum(PIECES),), generator=generator)
+    text = torch.randint(3, 64, (sum(PARTS),), generator=generator)
     input_ids_BL = torch.zeros(len(TREES[rank]), 44, dtype=torch.long)
     mask_BL = torch.zeros_like(input_ids_BL)
-    for sequence, (pieces, own) in enumerate(TREES[rank]):
-        begins = beginning[: sum(PIECES[:pieces])]
+    for sequence, (parts, own) in enumerate(TREES[rank]):
+        prefix = text[: sum(PARTS[:parts])]
         draw = torch.Generator().manual_seed(own)
-        tokens = torch.cat([begins, torch.randint(3, 64, (own,), generator=draw)])
+        tokens = torch.cat([prefix, torch.randint(3, 64, (own,), generator=draw)])
         input_ids_BL[sequence, : len(tokens)] = tokens
         mask_BL[sequence, : len(tokens)] = 1
     labels_BL = torch.where(mask_BL == 1, input_ids_BL, -100)
@@ -495,7 +504,10 @@ def compare_shared_with_stock(
     batch = batch_with_prefixes(dist.get_rank())
     model, stock = small_model(name, "distca"), small_model(name, "eager")
     config = DistCAConfig(
-        tokens_per_rank=64, device_profile="cpu", exchange_timeout=30.0, **settings
+        tokens_per_rank=64,
+        device_profile="cpu",
+        exchange_timeout=30.0,
+        **with_planning(settings),
     )
     dispatcher = pack_padded(model, config, torch.device("cpu"))
     batches: PaddedBatches = backbone(model).batches
@@ -535,7 +547,7 @@ WITH_LORA = ("llama", "windows", "chunks", "sinks")
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 @pytest.mark.parametrize("name", CONFIGS)
-def test_equal_beginnings_are_computed_once(rank_pools, name, ranks, subtests):
+def test_equal_prefixes_are_computed_once(rank_pools, name, ranks, subtests):
     for block, settings, options in (
         (5, {}, {"checkpointing": True}),
         (4, {"document_layout": "fixed", "balance_tolerance": 0.01}, {"checkpointing": True}),
@@ -602,7 +614,7 @@ def test_where_sharing_would_change_results_it_is_off_and_logged_once(
     info_once.cache_clear()  # of other tests in this process
     caplog.set_level("INFO", logger="hf_distca")
     for rank in (0, 0, 1):
-        reason_of_model = why_sequences_stay_alone(model)
+        reason_of_model = why_sequences_share_nothing(model)
         assert shares_prefixes(DistCAConfig(), reason_of_model, rank) is (reason is None)
     messages = [record.message for record in caplog.records if "shared" in record.message]
     assert len(messages) == (0 if reason is None else 1)

@@ -451,7 +451,8 @@ def test_arguments_are_split_by_shape_and_results_joined():
     [
         (
             torch.zeros(1, 1, 6, 6),
-            r"layer's memory \(a tensor of shape \[1, 1, 6, 6\]\).*set ping_pong=False",
+            r"layer's memory \(a tensor of shape \[1, 1, 6, 6\]\)"
+            r".*set planning=\{'ping_pong': False\}",
         ),
         (torch.zeros(2, 6), r"a tensor of shape \[2, 6\]"),
         (torch.zeros(3, 1, 6), r"a tensor of shape \[3, 1, 6\]"),

@@ -89,6 +89,9 @@ def embeddings(model: Any, rotary: nn.Module, run: Any) -> list[tuple[Tensor, Te
     return [calls[layer_type] for layer_type in sorted(calls)]
 
 
+FINE = {"balance_block_size": 8, "balance_tolerance": 0.01}
+
+
 def _rows_of_rank(
     kind: str, dtype: torch.dtype | None
 ) -> tuple[list[tuple[int, int, int]], list[Any]]:
@@ -96,9 +99,7 @@ def _rows_of_rank(
     without a plan.
     """
     model = model_of(kind)
-    config = DistCAConfig(
-        tokens_per_rank=256, balance_block_size=8, document_layout="fixed", balance_tolerance=0.01
-    )
+    config = DistCAConfig(tokens_per_rank=256, document_layout="fixed", planning=FINE)
     dispatcher = make_dispatcher(model, config, torch.device("cpu"))
     rotary = model.model.rotary_emb
     before = {name: buffer.clone() for name, buffer in rotary.named_buffers()}
@@ -146,10 +147,8 @@ def _step(kind: str, ping_pong: bool, checkpointing: bool | None, dtype: torch.d
     model = model_of(kind).train()
     config = DistCAConfig(
         tokens_per_rank=300,
-        balance_block_size=8,
-        balance_tolerance=0.01,
         document_layout="fixed",
-        ping_pong=ping_pong,
+        planning={**FINE, "ping_pong": ping_pong},
     )
     dispatcher = make_dispatcher(model, config, torch.device("cpu"))
     if checkpointing is not None:
@@ -196,7 +195,7 @@ def test_configs_that_depend_on_length(model_type, config):
 
 
 def settings_of(model: Any) -> Any:
-    config = DistCAConfig(tokens_per_rank=256, ping_pong=False)
+    config = DistCAConfig(tokens_per_rank=256, planning={"ping_pong": False})
     return describe_run(model, config, ranks=1, device=torch.device("cpu")).plans
 
 

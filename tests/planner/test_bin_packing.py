@@ -246,10 +246,10 @@ def test_every_micro_batch_of_the_sampler_fits_and_none_is_cut(lengths, ranks, s
     settings = PlanSettings(
         ranks, 40, document_layout="whole", balance_block_size=4, ping_pong=True
     )
-    excerpts = fit_documents(np.array(lengths), 40, "error", "tokens_per_rank")
-    sampler = GlobalBatchSampler(excerpts, 40, shuffle=shuffle, seed=3, bins=ranks)
+    spans = fit_documents(np.array(lengths), 40, "error", "tokens_per_rank")
+    sampler = GlobalBatchSampler(spans, 40, shuffle=shuffle, seed=3, bins=ranks)
     sampler.set_epoch(epoch)
-    batches = [batch.excerpts["document"].tolist() for (batch,) in sampler]
+    batches = [batch.spans["document"].tolist() for (batch,) in sampler]
     assert len(batches) == len(sampler)
     assert sorted(np.concatenate(batches)) == list(range(len(lengths)))
     for batch in batches:

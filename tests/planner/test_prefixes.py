@@ -1,4 +1,4 @@
-"""Equal beginnings of sequences, and trees of documents laid out as one document each."""
+"""Prefix sharing: paths of sequences in prefix trees, each laid out as one document."""
 
 from dataclasses import replace
 
@@ -11,9 +11,9 @@ from hf_distca.plan import Branches, Layout
 from hf_distca.plan.intervals import ROWS
 from hf_distca.plan.paths import along_paths
 from hf_distca.planner import prefixes
-from hf_distca.planner.branches import Forest
 from hf_distca.planner.layout import AttentionKind, fixed_layout, layout_of_kind
 from hf_distca.planner.micro_batch import plan_micro_batch
+from hf_distca.planner.prefix_trees import PrefixTrees
 from hf_distca.planner.prefixes import hashes_of, share_prefixes
 from hf_distca.planner.settings import PlanSettings
 from tests.planner.carried_out import check, drawn_branches, keys_of
@@ -33,20 +33,20 @@ def shared(sequences, most_rows=MANY):
     return share_prefixes(list(map(len, sequences)), list(map(hashes_of, tokens)), most_rows)
 
 
-def described(prefixes):
+def described(paths):
     """[(parent, first row, one past the last row, owner)] of documents, and where sequences end."""
     columns = (
-        prefixes.branches.parents,
-        prefixes.branches.starts,
-        prefixes.lengths,
-        prefixes.owners,
+        paths.trees.branches.parents,
+        paths.trees.branches.starts,
+        paths.trees.lengths,
+        paths.owners,
     )
-    return [tuple(map(int, row)) for row in zip(*columns, strict=True)], prefixes.ends.tolist()
+    return [tuple(map(int, row)) for row in zip(*columns, strict=True)], paths.ends.tolist()
 
 
 @pytest.mark.usefixtures("blocks_of_two")
-class TestSharedPrefixes:
-    def test_sequences_without_a_common_block_stay_alone(self):
+class TestSequencePaths:
+    def test_sequences_without_a_common_block_are_trees_of_their_own(self):
         assert described(shared([[1, 2, 3], [1, 3, 3]])) == (
             [(-1, 0, 3, 0), (-1, 0, 3, 1)],
             [0, 1],
@@ -54,8 +54,8 @@ class TestSharedPrefixes:
 
     def test_a_branch_begins_at_a_block(self):
         # The fifth token is equal too, but it lies in a block that differs.
-        prefixes = shared([[1, 2, 3, 4, 5, 6], [1, 2, 3, 4, 5, 7, 8]])
-        assert described(prefixes) == ([(-1, 0, 4, 0), (0, 4, 6, 0), (0, 4, 7, 1)], [1, 2])
+        paths = shared([[1, 2, 3, 4, 5, 6], [1, 2, 3, 4, 5, 7, 8]])
+        assert described(paths) == ([(-1, 0, 4, 0), (0, 4, 6, 0), (0, 4, 7, 1)], [1, 2])
 
     def test_equal_sequences_are_one(self):
         assert described(shared([[1, 2, 3]] * 3)) == ([(-1, 0, 3, 0)], [0, 0, 0])
@@ -64,12 +64,12 @@ class TestSharedPrefixes:
         assert described(shared([[1, 2], [1, 2, 3, 4]])) == ([(-1, 0, 4, 1)], [0, 0])
 
     def test_trees_of_several_levels(self):
-        prefixes = shared([[1, 2, 3, 4, 5], [1, 2, 3, 4, 6], [1, 2, 7]])
+        paths = shared([[1, 2, 3, 4, 5], [1, 2, 3, 4, 6], [1, 2, 7]])
         documents = [(-1, 0, 2, 0), (0, 2, 4, 0), (1, 4, 5, 0), (1, 4, 5, 1), (0, 2, 3, 2)]
-        assert described(prefixes) == (documents, [2, 3, 4])
+        assert described(paths) == (documents, [2, 3, 4])
 
     def test_equal_blocks_after_different_ones_are_not_shared(self):
-        assert len(shared([[1, 2, 5, 6], [3, 4, 5, 6]]).lengths) == 2
+        assert len(shared([[1, 2, 5, 6], [3, 4, 5, 6]]).trees.lengths) == 2
 
     def test_a_root_that_saves_little_is_computed_for_each_branch(self):
         long = list(range(10, 110))
@@ -80,9 +80,9 @@ class TestSharedPrefixes:
 
     def test_a_tree_that_does_not_fit_is_divided_at_its_root(self):
         sequences = [[1, 2, 3, 4, 5], [1, 2, 3, 4, 6], [1, 2, 7]]
-        prefixes = shared(sequences, most_rows=6)
+        paths = shared(sequences, most_rows=6)
         documents = [(-1, 0, 4, 0), (0, 4, 5, 0), (0, 4, 5, 1), (-1, 0, 3, 2)]
-        assert described(prefixes) == (documents, [1, 2, 3])
+        assert described(paths) == (documents, [1, 2, 3])
 
     def test_a_sequence_that_ended_in_a_root_ends_in_the_branch_that_is_left_of_it(self):
         # Two roots of the second sequence are divided: first [1, 2], then [1, 2, 3, 4].
@@ -95,20 +95,19 @@ class TestSharedPrefixes:
         st.integers(1, 40),
     )
     def test_every_sequence_is_its_path(self, sequences, most_rows):
-        prefixes = shared(sequences, most_rows)
+        paths = shared(sequences, most_rows)
         ends = np.zeros(len(sequences), ROWS)
-        ends["document"], ends["stop"] = prefixes.ends, list(map(len, sequences))
-        pieces, sequence_of = along_paths(ends, prefixes.branches)
+        ends["document"], ends["stop"] = paths.ends, list(map(len, sequences))
+        parts, sequence_of = along_paths(ends, paths.trees.branches)
         read = [[] for _ in sequences]
         for (document, start, stop), sequence in zip(
-            pieces.tolist(), sequence_of.tolist(), strict=True
+            parts.tolist(), sequence_of.tolist(), strict=True
         ):
             assert len(read[sequence]) == start
-            read[sequence] += sequences[prefixes.owners[document]][start:stop]
+            read[sequence] += sequences[paths.owners[document]][start:stop]
         assert read == sequences
-        trees = Forest.of(prefixes.lengths, prefixes.branches).tree_lengths
-        assert all(rows <= max(most_rows, 9) for rows in trees.tolist())
-        assert sum(trees) <= sum(map(len, sequences))
+        assert all(rows <= max(most_rows, 9) for rows in paths.trees.tree_lengths.tolist())
+        assert paths.trees.rows <= sum(map(len, sequences))
 
 
 @pytest.mark.parametrize(("token", "first_changed_block"), [(0, 0), (127, 0), (128, 1), (299, 2)])
@@ -132,21 +131,21 @@ def test_blocks_have_hashes_of_16_bytes_and_the_last_one_is_of_what_is_left():
 
 
 @st.composite
-def drawn_forests(draw):
+def drawn_trees(draw):
     own_lengths = draw(st.lists(st.integers(1, 9), min_size=1, max_size=6))
     branches = draw(drawn_branches(own_lengths))
-    return Forest.of(np.array(own_lengths) + branches.starts, branches)
+    return PrefixTrees.of(np.array(own_lengths) + branches.starts, branches)
 
 
-@given(drawn_forests(), st.integers(1, 4), st.data())
+@given(drawn_trees(), st.integers(1, 4), st.data())
 def test_layouts_of_trees_have_every_row_of_their_branches_where_the_tree_had_it(
-    forest, ranks, data
+    trees, ranks, data
 ):
-    trees = np.array(data.draw(st.permutations(range(len(forest.tree_lengths)))))
-    of_trees = fixed_layout([forest.tree_lengths[trees].tolist()], ranks)
-    documents, layout = forest.branched(trees, of_trees)
+    order = np.array(data.draw(st.permutations(range(len(trees.tree_lengths)))))
+    of_trees = fixed_layout([trees.tree_lengths[order].tolist()], ranks)
+    documents, layout = trees.layout_of_branches(order, of_trees)
     check_layout(layout)
-    assert sorted(documents.tolist()) == list(range(len(forest.lengths)))
+    assert sorted(documents.tolist()) == list(range(len(trees.lengths)))
     assert layout.tokens.tolist() == of_trees.tokens.tolist()
     # Depth first: a branch's rows lie before those of the branches that continue it.
     place = {row: number for number, row in enumerate(rows_of(layout.segments))}
@@ -157,10 +156,11 @@ def test_layouts_of_trees_have_every_row_of_their_branches_where_the_tree_had_it
             assert place[document, first] > place[parent, int(layout.own_starts[parent])]
 
 
-@given(drawn_forests(), st.integers(1, 3), st.integers(1, 7))
-def test_rows_of_a_chunk_see_the_rows_of_their_path_in_it(forest, ranks, chunk):
-    trees = np.arange(len(forest.tree_lengths))
-    _, layout = forest.branched(trees, fixed_layout([forest.tree_lengths.tolist()], ranks))
+@given(drawn_trees(), st.integers(1, 3), st.integers(1, 7))
+def test_rows_of_a_chunk_see_the_rows_of_their_path_in_it(trees, ranks, chunk):
+    numbers = np.arange(len(trees.tree_lengths))
+    of_trees = fixed_layout([trees.tree_lengths.tolist()], ranks)
+    _, layout = trees.layout_of_branches(numbers, of_trees)
     chunked = layout_of_kind(layout, AttentionKind(chunk=chunk))
     check_layout(chunked)
     whole = _Windowless(layout)
@@ -188,9 +188,9 @@ def test_rows_before_a_document_without_parent_are_an_error():
 def test_rows_of_paths_lie_in_the_documents_that_hold_them():
     branches = Branches(np.array([-1, 0, 1]), np.array([0, 4, 6]))
     rows = np.array([(2, 1, 8), (0, 2, 3), (2, 6, 7), (1, 3, 5)], ROWS)
-    pieces, entries = along_paths(rows, branches)
+    parts, entries = along_paths(rows, branches)
     assert entries.tolist() == [0, 0, 0, 1, 2, 3, 3]
-    assert pieces.tolist() == [
+    assert parts.tolist() == [
         (0, 1, 4),
         (1, 4, 6),
         (2, 6, 8),
@@ -206,7 +206,7 @@ def test_rows_of_paths_lie_in_the_documents_that_hold_them():
 
 @settings(max_examples=60)
 @given(
-    drawn_forests(),
+    drawn_trees(),
     st.integers(1, 4),
     st.sampled_from(["auto", "fixed", "whole"]),
     st.sampled_from([{}, {"window": 3}, {"chunk": 5}]),
@@ -216,14 +216,14 @@ def test_rows_of_paths_lie_in_the_documents_that_hold_them():
     st.booleans(),
 )
 def test_plans_of_trees_let_every_row_see_its_path(
-    forest, ranks, layout, reach, ping_pong, chooses, buffer_bytes, has_nodes
+    trees, ranks, layout, reach, ping_pong, chooses, buffer_bytes, has_nodes
 ):
-    lengths, branches = forest.lengths, forest.branches
-    rows = int(forest.tree_lengths.sum())
+    lengths, branches = trees.lengths, trees.branches
+    rows = int(trees.tree_lengths.sum())
     tokens_per_rank = rows if layout == "whole" else max(-(-rows // ranks), 1)
     assume(rows >= ranks)
     if layout == "whole":
-        assume(len(forest.tree_lengths) >= ranks)
+        assume(len(trees.tree_lengths) >= ranks)
     kind = AttentionKind(**reach, q_heads=1, kv_heads=1, dim_qk=1, dim_v=1)
     free = costs(FREE, FREE)
     of_ranks = replace(free, kinds=(replace(free.kinds[0], kind=kind),))

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from hf_distca.plan import AttentionKind, Branches
 from hf_distca.plan.figures import loads_of
-from hf_distca.planner.branches import Forest
+from hf_distca.planner.prefix_trees import PrefixTrees
 from hf_distca.planner.rank_groups import (
     joined_nodes,
     nano_batches_in_groups,
@@ -176,13 +176,13 @@ def test_rows_that_branches_share_cost_once():
     # Two branches continue a root of 4 rows, of which rows 0 to 3 have 10 pairs. The branches have
     # rows 4 and 5, with 11 pairs, and rows 4 to 6, with 18. A third document stays alone.
     branches = Branches(np.array([-1, 0, 0, -1]), np.array([0, 4, 4, 0]))
-    forest = Forest.of(np.array([4, 6, 7, 2]), branches)
-    seconds = forest.tree_seconds(costs(token=100.0))
+    trees = PrefixTrees.of(np.array([4, 6, 7, 2]), branches)
+    seconds = trees.tree_seconds(costs(token=100.0))
     assert seconds.tolist() == [100 * (4 + 2 + 3) + 10 + 11 + 18, 100 * 2 + 3]
     # The document alone is a task, in the forward and in the backward.
     kernel = KernelCost(0.0, 0.0, 0.0, 0.0, task=1.0)
     of_tasks = replace(costs(), kinds=(KindCosts(KIND, 1, kernel, kernel),))
-    assert forest.tree_seconds(of_tasks)[1] == 2
+    assert trees.tree_seconds(of_tasks)[1] == 2
 
 
 @st.composite

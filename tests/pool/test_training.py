@@ -42,7 +42,12 @@ from tests.models_and_batches import (
 )
 from tests.pool.ends import CPU, SIGNALS, TOKEN, alike, memory_of, serve, state_of, wait_until
 from tests.ranks import forkserver, free_port
-from tests.shared_documents import begin_alike, shared_batch, step_alone, targets_of
+from tests.shared_documents import (
+    shared_batch,
+    step_without_sharing,
+    targets_of,
+    with_equal_prefixes,
+)
 
 pytestmark = pytest.mark.usefixtures("backward_thread")
 
@@ -66,7 +71,7 @@ DEFAULTS = {
     "ping_pong": False,
     "document_layout": "auto",
     "ranks_serve": True,
-    "shares": False,  # documents begin alike and share rows
+    "shares": False,  # documents have equal prefixes and share rows
     "learns": 0,  # speeds are learned for so many steps
     "comes_back": False,  # one more server joins after the faulty step
     "cut": False,  # rank 1 loses its links in the faulty step
@@ -87,8 +92,8 @@ def new_model(model_type, implementation="distca"):
 
 
 def documents_of(*batches):
-    """Documents that begin alike, of all these micro-batches."""
-    return [document for lengths in batches for document in begin_alike(lengths)]
+    """Documents with equal prefixes, of all these micro-batches."""
+    return [document for lengths in batches for document in with_equal_prefixes(lengths)]
 
 
 def targets_in(options, *batches):
@@ -228,7 +233,7 @@ class TrainingRank:
     def loss_of(self, lengths, targets):
         """This rank's share of the mean loss over so many targets."""
         if self.options.shares:
-            batch = shared_batch(begin_alike(lengths), self.dispatcher)
+            batch = shared_batch(with_equal_prefixes(lengths), self.dispatcher)
         else:
             plan = plan_micro_batch(lengths, self.settings)
             batch = cut_rows(plan, self.rank, random_documents(lengths))
@@ -275,7 +280,7 @@ def expected(model_type, shares):
 
     def step(*batches):
         if shares:
-            return step_alone(model, documents_of(*batches))
+            return step_without_sharing(model, documents_of(*batches))
         documents = [document for lengths in batches for document in random_documents(lengths)]
         return reference_step(model, documents)
 

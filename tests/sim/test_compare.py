@@ -389,7 +389,9 @@ def test_advice_on_waits_and_on_cut_documents():
         "Ranks wait 6% of a step for exchanges. A larger tokens_per_rank hides more of them behind "
         "computation."
     )
-    assert on_tolerance == "A larger balance_tolerance moves fewer rows."
+    assert on_tolerance == (
+        "A larger tolerance moves fewer rows: planning={'balance_tolerance': 0.1}."
+    )
     cuts = replace(WHOLE, documents_cut=0.1)
     *_, on_cuts = advice(replace(COMPARED, best=cuts), 512)
     assert on_cuts == "Every other strategy cuts documents: whole cuts 10.0% of them."

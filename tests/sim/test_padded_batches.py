@@ -81,21 +81,21 @@ def test_tokens_and_hidden_states_travel_and_gradients_of_these_only_in_training
     assert moved.step_seconds - free.step_seconds == 4 * (16 + 2 * hidden_bytes)
 
 
-def test_equal_beginnings_are_computed_once_and_go_back_to_every_sequence(monkeypatch):
+def test_equal_prefixes_are_computed_once_and_go_back_to_every_sequence(monkeypatch):
     # Three sequences of 4 tokens, of which the first two tokens are equal: 8 rows are computed.
     monkeypatch.setattr(prefixes, "BLOCK", 2)
     lengths = [[4, 4], [4]]
     hashes = [[(b"0", b"1"), (b"0", b"2")], [(b"0", b"3")]]
     figures_of_strategies = simulated([DrawnBatch(lengths, hashes)], WHOLE)
-    alone = figures_of_strategies["hf_distca, nothing shared"]
+    unshared = figures_of_strategies["hf_distca, no prefix sharing"]
     shared = figures_of_strategies["hf_distca"]
     assert [figures.rows for figures in figures_of_strategies.values()] == [12, 12, 12, 12, 8]
-    # 10 pairs for each sequence alone. 3 pairs, 7 for the last two rows of each sequence, and 1 for
-    # the filler of the rank without the tree.
-    assert alone.step_seconds == LAYERS * 3 * 15
+    # Without prefix sharing 10 pairs for each sequence. With it 3 pairs, 7 for the last two rows of
+    # each sequence, and 1 for the filler of the rank without the tree.
+    assert unshared.step_seconds == LAYERS * 3 * 15
     assert shared.step_seconds == LAYERS * 3 * 14
     assert shared.tokens_per_second == pytest.approx(12 / shared.step_seconds)
-    expected = ", 1.07× the speed of planning each sequence alone."
+    expected = ", 1.07× the speed of planning without prefix sharing."
     assert padded_advice(list(figures_of_strategies.values())).endswith(expected)
 
     # A byte takes a second. Each rank has a tree of a sequence of each rank. Of its 6 rows it is
@@ -126,7 +126,7 @@ def test_turns_of_a_session_begin_with_all_turns_before():
     assert hashes[TURNS][0] != hashes[0][0]
     planned = plan_padded(batch.lengths, changed(tokens_per_rank=1 << 20).plans, batch.hashes)
     sessions = [lengths[TURNS - 1], lengths[-1]]
-    # A turn ends inside a block, which is computed for it alone.
+    # A turn ends inside a block, which it shares with no other sequence.
     assert sum(sessions) <= planned.sequences.computed_rows <= sum(sessions) + 128 * 60
     drawn = turn_lengths()(np.random.default_rng(1), 60)
     assert drawn.tolist() == lengths

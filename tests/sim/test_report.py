@@ -39,7 +39,7 @@ def reports(tmp_path_factory):
     ):
         (folder / "lengths.json").write_text(json.dumps(documents))
         config_of_shape(ModelShape.llama(3, 64, 160, 4, 2, 100)).save_pretrained(folder)
-        options += ["--model", str(folder)] if tool == "plan" else []
+        options += ["--model", str(folder), "--device-memory", "0.04"] if tool == "plan" else []
         command = [tool, "--lengths", str(folder / "lengths.json"), *options]
         assert main([*command, "--report", str(folder / f"{tool}.html")]) == 0
     return folder

@@ -4,7 +4,8 @@ ping-pong: equal or refused.
 Each model trains in two ways: as the trainer does, which lays documents out anew, and in a custom
 loop, whose batches come from a collator of transformers, with gradient checkpointing. A model with
 rotary embeddings trains again with those that depend on the length of a document: as the trainer
-does with longrope, and in a loop with dynamic NTK. Then padded sequences and documents begin alike.
+does with longrope, and in a loop with dynamic NTK. Then padded sequences and documents have equal
+prefixes.
 """
 
 import math
@@ -27,7 +28,13 @@ from hf_distca.models.rotary_types import rotary_modules
 from hf_distca.plan import PLAN_KEY
 from hf_distca.planner.micro_batch import plan_micro_batch
 from hf_distca.trainer.assembly import make_dispatcher
-from tests.models_and_batches import cut_rows, exchanging, random_documents, reference_step
+from tests.models_and_batches import (
+    cut_rows,
+    exchanging,
+    random_documents,
+    reference_step,
+    with_planning,
+)
 from tests.survey.sharing import (
     NEGLIGIBLE,
     Sharing,
@@ -37,13 +44,17 @@ from tests.survey.sharing import (
 from tests.survey.tiny import stretched, tiny_model
 
 LENGTHS = (40, 7, 33, 1, 26, 12, 1)
+BLOCKS = {"balance_block_size": 4}
 CONFIG = DistCAConfig(
-    tokens_per_rank=64, balance_block_size=4, exchange_timeout=20.0, loss_chunk_bytes=4 * 64 * 20
+    tokens_per_rank=64,
+    planning=BLOCKS,
+    exchange_timeout=20.0,
+    loss_chunk_bytes=4 * 64 * 20,
 )
 ACCEPTED = 1e-4
 """Of the loss, and of a gradient, by the largest value of its tensor."""
 ACCEPTED_OF_SHARED = 2e-4
-"""The same where equal beginnings are computed once."""
+"""The same with prefix sharing."""
 Status = Literal["equal", "refused", "not tested", "wrong", "unclear error"]
 
 
@@ -58,7 +69,7 @@ class Outcome:
     # model can have those.
     errors: dict[str, float] = field(default_factory=dict)
     layout: str = ""
-    # What becomes of equal beginnings of "padded" sequences and of "documents".
+    # What becomes of equal prefixes of "padded" sequences and of "documents".
     sharing: dict[str, Sharing] = field(default_factory=dict)
 
 
@@ -87,7 +98,7 @@ def outcome(name: str, pool: Any) -> Outcome:
 
 
 def _with_sharing(pool: Any, before: Outcome) -> Outcome:
-    """The outcome with what becomes of equal beginnings."""
+    """The outcome with what becomes of equal prefixes."""
     sharing: dict[str, Sharing] = {}
     status = before.status
     told = before.told
@@ -97,7 +108,7 @@ def _with_sharing(pool: Any, before: Outcome) -> Outcome:
         sharing[name] = kinds[0]
         if max(errors) > ACCEPTED_OF_SHARED:
             status = "wrong"
-            told += f"; {name} that begin alike: {max(errors):.1e}"
+            told += f"; {name} with equal prefixes: {max(errors):.1e}"
     return replace(before, status=status, told=told, sharing=sharing)
 
 
@@ -147,7 +158,9 @@ def planned(name: str, rope_type: str | None, ways: tuple[str, ...]) -> tuple[st
     try:
         model = _model(name, "distca", rope_type)
         dispatcher = make_dispatcher(
-            model, replace(CONFIG, **exchanging(model)), torch.device("cpu")
+            model,
+            replace(CONFIG, **with_planning({**BLOCKS, **exchanging(model)})),
+            torch.device("cpu"),
         )
         steps = []
         for way in ways:

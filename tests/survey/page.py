@@ -26,7 +26,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "reference" / "compatibility.md"
 NAMES = [*OF_TEXT, *sorted(MULTIMODAL)]
 """Names of all models."""
 KINDS = ("padded", "documents")
-"""Sequences that may begin alike."""
+"""Sequences that may have equal prefixes."""
 ERROR = re.compile(r"\d\.\de-\d\d")
 TOP = """\
 # Model compatibility
@@ -43,15 +43,16 @@ by their class, and keep their towers. Each model trains in two ways:
 
 Models whose rotary embeddings can depend on the length of a document train again with such
 embeddings: as the trainer does with *longrope*, and in a loop with *dynamic* NTK. Each document is
-rotated as it would be alone in a row.
+rotated as it would be in a row of its own.
 
 {equal} give the loss and gradients of one process in both. Of these, {whole} keep documents whole
 on their rank ([hybrid models](../explanation/hybrid-models.md) says which, and why). {refused} are
 refused before the first step, by an error on every rank. {untested} cannot be tested: they cannot
 be built as a tiny causal language model from a config of their type, or take no text alone.
 
-These models train again on sequences that [begin alike](../guides/preferences.md#shared-prefixes).
-{padded} models compute equal beginnings once in padded batches, and {documents} in documents.
+These models train again on sequences with
+[equal prefixes](../guides/preferences.md#shared-prefixes). {padded} models share prefixes in padded
+batches, and {documents} in documents.
 
 `make survey` runs the test, and `python -m tests.survey.page` writes this page.
 """
@@ -62,11 +63,11 @@ SECTIONS: dict[Status, tuple[str, str]] = {
             "The numbers are the largest error of the loss or of a gradient, relative to the "
             "largest value of its tensor,\nin float32. The test accepts at most {most:.0e}. "
             "`layout` is the `document_layout` that `auto` chooses.\n\n"
-            "The last two columns say what becomes of equal beginnings in padded batches and in "
+            "The last two columns say what becomes of equal prefixes in padded batches and in "
             "documents:\n\n"
-            "- *shared*: equal beginnings are computed once. Loss and gradients are those of each "
-            "sequence alone,\n  within {most_shared:.0e}.\n"
-            "- *alone*: each sequence is computed by itself, because sharing would change results. "
+            "- *shared*: equal prefixes are computed once. Loss and gradients are those without "
+            "prefix sharing,\n  within {most_shared:.0e}.\n"
+            "- *unshared*: no prefixes are shared, because that would change results. "
             "The log gives the reason.\n"
             "- *refused*: padded batches are refused, because the head does not read the "
             "backbone's output.\n\n"

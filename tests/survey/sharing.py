@@ -1,4 +1,4 @@
-"""What becomes of equal beginnings, with a tiny causal language model: of padded sequences, and of
+"""What becomes of equal prefixes, with a tiny causal language model: of padded sequences, and of
 documents with targets.
 """
 
@@ -10,23 +10,23 @@ import torch.distributed as dist
 from hf_distca import DistCAConfig, pack_padded
 from hf_distca.checks.refusal import RefusedError
 from hf_distca.models.decoder import backbone
-from hf_distca.models.sharing import why_documents_stay_alone
+from hf_distca.models.sharing import why_documents_share_nothing
 from hf_distca.patches.targets import repeat_target_rows
 from hf_distca.plan import PLAN_KEY
 from hf_distca.trainer.assembly import make_dispatcher
-from tests.models_and_batches import Step, exchanging, gradients_of
+from tests.models_and_batches import Step, exchanging, gradients_of, with_planning
 from tests.patches.test_padded_models import batch_with_prefixes
 from tests.shared_documents import (
     BLOCK,
-    begin_alike,
     in_blocks_of,
     shared_batch,
-    step_alone,
+    step_without_sharing,
     targets_of,
+    with_equal_prefixes,
 )
 from tests.survey.tiny import tiny_model
 
-Sharing = Literal["shared", "alone", "refused"]
+Sharing = Literal["shared", "unshared", "refused"]
 NEGLIGIBLE = 1e-3
 """Gradients of a tensor below this share of the model's largest are compared with that: theirs are
 rounding errors."""
@@ -35,7 +35,7 @@ LENGTHS = [40, 38, 30, 33, 44, 12, 41, 41, 20, 26, 44, 40]
 
 
 def sharing_of_sequences(name: str) -> tuple[Sharing, float]:
-    """On each rank: what becomes of equal beginnings of a padded batch, and the largest error."""
+    """On each rank: what becomes of equal prefixes of a padded batch, and the largest error."""
     model, stock = (_model(name, attention) for attention in ("distca", "eager"))
     config = DistCAConfig(tokens_per_rank=128, device_profile="cpu", exchange_timeout=20.0)
     try:
@@ -52,23 +52,22 @@ def sharing_of_sequences(name: str) -> tuple[Sharing, float]:
         return "refused", 0.0
     finally:
         dispatcher.close()
-    return "shared" if plans[0].sequences.shared_rows else "alone", _error(found, expected)
+    return "shared" if plans[0].sequences.shared_rows else "unshared", _error(found, expected)
 
 
 def sharing_of_documents(name: str) -> tuple[Sharing, float]:
-    """On each rank: what becomes of equal beginnings of documents, and the largest error."""
+    """On each rank: what becomes of equal prefixes of documents, and the largest error."""
     model, stock = (_model(name, attention) for attention in ("distca", "eager"))
-    if why_documents_stay_alone(model) is not None:
-        return "alone", 0.0
+    if why_documents_share_nothing(model) is not None:
+        return "unshared", 0.0
     config = DistCAConfig(
         tokens_per_rank=128,
-        balance_block_size=4,
         exchange_timeout=20.0,
         loss_chunk_bytes=4 * 64 * 20,
-        **exchanging(model),
+        **with_planning({"balance_block_size": 4, **exchanging(model)}),
     )
     dispatcher = make_dispatcher(model, config, torch.device("cpu"))
-    documents = begin_alike(LENGTHS)
+    documents = with_equal_prefixes(LENGTHS)
     try:
         repeat_target_rows(model)
         batch = shared_batch(documents, dispatcher)
@@ -79,7 +78,7 @@ def sharing_of_documents(name: str) -> tuple[Sharing, float]:
         assert ran.layers_in_turns == ran.layers
     finally:
         dispatcher.close()
-    return "shared", _error(found, step_alone(stock, documents))
+    return "shared", _error(found, step_without_sharing(stock, documents))
 
 
 def _model(name: str, implementation: str) -> Any:

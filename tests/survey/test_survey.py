@@ -70,11 +70,11 @@ MIXING = {
     "short convolution",
     "recurrence",
 }
-"""Mechanisms with which every document is computed alone."""
+"""Mechanisms of models that share no prefixes."""
 
 
 def sharing_on_page(name: str) -> dict[str, str]:
-    """What becomes of equal beginnings, as the page says."""
+    """What becomes of equal prefixes, as the page says."""
     rows = [line.strip("| ").split(" | ") for line in PAGE.read_text().splitlines()]
     (cells,) = [row for row in rows if row[0] == f"`{name}`"]
     return dict(zip(KINDS, cells[-2:], strict=True))
@@ -87,7 +87,7 @@ def test_mechanism(rank_pools, mechanism):
     assert (result.layout or result.status) == expected, result
     assert result.status == ("refused" if expected == "refused" else "equal"), result
     if result.status == "equal":
-        expected_sharing = "alone" if mechanism in MIXING else "shared"
+        expected_sharing = "unshared" if mechanism in MIXING else "shared"
         assert result.sharing["documents"] == expected_sharing
         assert sharing_on_page(name) == result.sharing
 

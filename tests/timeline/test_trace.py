@@ -15,10 +15,10 @@ from hf_distca.checks.setting_names import CHECKPOINTING
 from hf_distca.cli.main import main
 from hf_distca.dispatch.recorder import ALWAYS, Rows, Span, Work
 from hf_distca.sim.drawing import LETTER
+from hf_distca.timeline import tracing
 from hf_distca.timeline.events import rank_trace
 from hf_distca.timeline.steps import RankStep, read_traces, runs, steps_of, svg_of
-from hf_distca.trainer import tracing
-from hf_distca.trainer.tracing import StepTracer
+from hf_distca.timeline.tracing import StepTracer
 from tests.trainer.small_trainers import make_trainer
 
 BEFORE, TRACED = 3, 2
@@ -263,8 +263,11 @@ def test_clocks_are_compared_in_the_quickest_of_some_rounds(monkeypatch):
     )
     monkeypatch.setattr(tracing, "ROUNDS", 3)
     monkeypatch.setattr(tracing, "time", SimpleNamespace(perf_counter=lambda: next(moments)))
-    args: Any = SimpleNamespace(trace_steps=1)
-    assert StepTracer(dispatcher, args)._common_zero() == (100.0 + 22.0, 2.0 + 0.5)
+    tracer = StepTracer(dispatcher, 1, Path(), processes=2)
+    assert tracer._common_zero() == (
+        100.0 + 22.0,
+        2.0 + 0.5,
+    )
     assert gathered == [(([4.0, 1.0, 2.0], 0.5), True)]
 
 
@@ -338,10 +341,10 @@ def test_a_step_of_a_rank():
         piece(0, "late", "wait", 70, 80),
     ]
     (step,) = steps_of({"traceEvents": events})["step 2"]
-    stretches = [(20, 35, "attention"), (50, 60, "waits")]
+    activities = [(20, 35, "attention"), (50, 60, "waits")]
     others = {"forward": 30 - 15 + 25 - 10, "between": 5}
     assert step == RankStep(
-        0, 10, 70, stretches, {"forward": 30 + 25, "between": 5}, others, "forward"
+        0, 10, 70, activities, {"forward": 30 + 25, "between": 5}, others, "forward"
     )
     assert step.totals() == {"attention": 15, "waits": 10, "other": 35}
 
@@ -360,13 +363,13 @@ def test_steps_that_all_ranks_have():
 def test_cells_show_what_a_rank_did_in_their_middle():
     # A step from 115 to 190 in cells of 10: the middle of the second cell is the step's first
     # moment.
-    stretches = [
+    activities = [
         (120, 127, "attention"),
         (127, 134, "waits"),
         (134, 137, "waits"),
         (145, 185, "attention"),
     ]
-    step = RankStep(0, 115, 190, stretches)
+    step = RankStep(0, 115, 190, activities)
     assert drawn(step, 100, 200, 10) == "-oawaaaao-"
     assert list(runs(step, 100, 200, 2)) == [(0, 2, "attention")]
     # Stretches that begin before the time, or lie outside it.

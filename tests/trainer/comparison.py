@@ -36,7 +36,13 @@ from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 import hf_distca
 from hf_distca.checks.setting_names import CHECKPOINTING
-from tests.models_and_batches import SMALL_HYBRID, exchanging, random_documents, small_model
+from tests.models_and_batches import (
+    SMALL_HYBRID,
+    exchanging,
+    random_documents,
+    small_model,
+    with_planning,
+)
 from tests.whole_logits import WholeLogits
 
 IGNORED = -100
@@ -291,7 +297,7 @@ def train_planned(folder: str, run: Run, strategy: str, name: str) -> Result:
         classes = (hf_distca.DistCASFTTrainer, hf_distca.DistCASFTConfig)
 
     def make() -> Any:
-        trainer = classes[0](args=classes[1](**arguments), **given)
+        trainer = classes[0](args=classes[1](**with_planning(arguments)), **given)
         kernel = trainer.dispatcher.kernel
         forward = trainer.dispatcher.kernel.forward
         kernel.forward = lambda *args, **options: (forwards.append(1), forward(*args, **options))[1]

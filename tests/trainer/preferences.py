@@ -19,7 +19,7 @@ from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 import hf_distca
 from hf_distca.planner import prefixes
-from tests.models_and_batches import exchanging, small_model
+from tests.models_and_batches import exchanging, small_model, with_planning
 from tests.trainer.chats import WORDS, tokenizer
 from tests.trainer.comparison import QUIET, launched, whole
 
@@ -162,6 +162,7 @@ def train(folder: str, case: Case, planned: bool, exact: bool = False) -> dict[s
                 **({"ping_pong": "auto"} if case.strategy == "zero3" else {}),
                 **case.planned,
             }
+            arguments = with_planning(arguments)
         data = datasets.load_from_disk(f"{path}/data")  # with files that all ranks share
         given = {
             "train_dataset": data,

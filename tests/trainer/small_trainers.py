@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from transformers import DataCollatorWithFlattening
 
 import hf_distca
-from tests.models_and_batches import exchanging, random_documents, small_model
+from tests.models_and_batches import exchanging, random_documents, small_model, with_planning
 
 LENGTHS = [150, 3, 17, 60, 1, 33, 90, 45, 7, 120, 64, 31]
 
@@ -50,7 +50,7 @@ def make_trainer(
     )
     quiet = {"report_to": [], "disable_tqdm": True, "dataloader_pin_memory": False}
     args = hf_distca.DistCATrainingArguments(
-        output_dir=folder, **{**quiet, **few, **small, **arguments}
+        output_dir=folder, **with_planning({**quiet, **few, **small, **arguments})
     )
     documents = [
         {"input_ids": document.tolist(), **(columns or {})}

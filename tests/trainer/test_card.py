@@ -8,7 +8,7 @@ import pytest
 from huggingface_hub import ModelCard
 
 import hf_distca
-from tests.models_and_batches import exchanging, small_model
+from tests.models_and_batches import exchanging, small_model, with_planning
 from tests.trainer.chats import tokenizer
 from tests.trainer.comparison import launched
 from tests.trainer.small_trainers import make_trainer
@@ -51,7 +51,7 @@ def _with_card_of_trl(folder: str) -> None:
     documents = datasets.Dataset.from_list([{"input_ids": [7, 6, 8]}])
     with launched("ddp", {}):
         args = hf_distca.DistCASFTConfig(
-            folder, **{**exchanging(model), **options, "tokens_per_rank": 160}
+            folder, **with_planning({**exchanging(model), **options, "tokens_per_rank": 160})
         )
         trainer = hf_distca.DistCASFTTrainer(
             model, args, train_dataset=documents, processing_class=tokenizer()

@@ -14,7 +14,9 @@ from transformers import TrainerCallback
 from hf_distca import DistCAConfig
 from hf_distca.plan import ExchangeFigures, PlanChoice, PlanSummary
 from hf_distca.planner.settings import UNBALANCED
-from hf_distca.trainer.console import for_console, log_choice
+from hf_distca.planning_settings import Planning
+from hf_distca.trainer.metrics import for_console
+from hf_distca.trainer.planned import log_choice
 from tests.trainer.small_trainers import make_trainer
 
 FIGURES = {
@@ -108,8 +110,7 @@ def test_words_of_choices(caplog):
         }
         given |= {
             "document_layout": "fixed",
-            "balance_tolerance": 0.1,
-            "ping_pong": True,
+            "planning": Planning(balance_tolerance=0.1, ping_pong=True),
             **settings,
         }
         exchange = ExchangeFigures(*[0, 2_500_000], *[0] * 7)
@@ -136,8 +137,8 @@ def test_words_of_choices(caplog):
     )
     assert "by the costs in h100: " in alone
     as_set = (
-        "plans follow document_layout='fixed', balance_tolerance=0.1, ping_pong=True: the planner "
-        "does not compare "
+        "plans follow document_layout='fixed', planning={'balance_tolerance': 0.1, 'ping_pong': "
+        "True}: the planner does not compare "
     )
     assert (
         logged(None)

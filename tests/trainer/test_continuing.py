@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from transformers import TrainerCallback, TrainerState
 
-from hf_distca.trainer.continuing import Continuation
+from hf_distca.trainer.resuming import Continuation
 from tests.ranks import own_processes
 from tests.trainer.small_trainers import make_trainer
 

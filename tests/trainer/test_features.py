@@ -14,12 +14,13 @@ from transformers import AutoModelForCausalLM, TrainingArguments
 
 from hf_distca.dispatch import host_copies
 from hf_distca.dispatch.host_copies import Copies
+from hf_distca.memory.fitting import log_memory
 from hf_distca.memory.model_state import parameter_bytes
 from hf_distca.models.decoder import base_model
 from hf_distca.models.fake import model_of_config
 from hf_distca.models.kinds import layers_by_kind
 from hf_distca.models.tensor_parallel import config_on_a_rank
-from hf_distca.trainer.memory import log_memory, sharing_of
+from hf_distca.trainer.parallel import sharing_of
 from tests.late_streams import LateStreams
 from tests.logged import Messages
 from tests.models_and_batches import random_documents, reference_step
@@ -312,7 +313,7 @@ def _refusals_and_memory(folder: str) -> None:
             with pytest.raises(ValueError, match=error):
                 made(f"refused-{number}", **case).get_train_dataloader()
         trainer = made("memory")
-        messages = Messages("hf_distca.trainer.memory")
+        messages = Messages("hf_distca.memory.fitting")
         if rank == 0:  # alone, as in a training
             log_memory(trainer.model, trainer.dispatcher.run, 10**10)
             assert messages.lines[0].startswith("INFO memory with ")

@@ -23,7 +23,7 @@ from transformers import (
 from hf_distca import DistCAArguments, DistCAMixin, DistCATrainingArguments
 from hf_distca.checks.argument_rules import GIVEN, PACKED_ARGUMENTS, WITHOUT_SETTINGS
 from hf_distca.checks.data_rules import Data
-from hf_distca.trainer.accepted import arguments_by_name
+from hf_distca.trainer.planned import arguments_by_name
 from tests.models_and_batches import small_model
 from tests.refused import refused
 from tests.trainer.chats import tokenizer

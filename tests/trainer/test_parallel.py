@@ -27,30 +27,27 @@ from hf_distca.checks.launch_rules import NOT_CONNECTED, PROCESSES, TRAINER
 from hf_distca.checks.run_rules import Run
 from hf_distca.checks.setting_names import CHECKPOINTING
 from hf_distca.memory.counter import MemoryCounter, RankMemory
+from hf_distca.memory.fitting import log_memory, warn_of_memory
 from hf_distca.memory.model_state import ModelState
 from hf_distca.models.checkpointing import is_checkpointing
+from hf_distca.models.model_facts import trained_towers
 from hf_distca.server_settings import AttentionServers
 from hf_distca.trainer import assembly
 from hf_distca.trainer.assembly import make_dispatcher, smallest_memory
 from hf_distca.trainer.launch_facts import refused_processes
-from hf_distca.trainer.memory import (
-    checkpointing_of,
-    facts_of_launch,
-    log_memory,
-    sharing_of,
-    warn_of_memory,
-)
 from hf_distca.trainer.parallel import (
     LAUNCHED,
     ProcessCounts,
+    checkpointing_of,
     data_parallel_mesh,
     dtype_of_computation,
+    facts_of_launch,
     is_wrapped,
     join_on_cpu,
     launched_processes,
     search_for_unused_parameters,
     share_on_cpu,
-    trained_towers,
+    sharing_of,
 )
 from tests.models_and_batches import small_model
 from tests.ranks import RankPool
@@ -283,17 +280,12 @@ def test_deepspeed_in_the_arguments_needs_gpus(launched, monkeypatch, tmp_path):
     assert not refused_processes(launched(strategy="DEEPSPEED"))
 
 
-def test_launches_that_would_train_alone_or_without_deepspeed(launched, monkeypatch, tmp_path):
+def test_launches_that_would_train_alone_or_without_deepspeed(launched):
     args = launched(strategy="DEEPSPEED", use_cpu=True)
     (error,) = refused_processes(args)
     assert str(error) == str(PROCESSES[1].error())
-    with refused(NOT_CONNECTED):  # in a custom loop
-        make_dispatcher(small_model(), DistCAConfig(), torch.device("cpu"))
-    launched()
-    monkeypatch.delenv("ACCELERATE_USE_CPU", raising=False)
-    monkeypatch.setattr("hf_distca.trainer.arguments.join_on_cpu", lambda _: None)  # as with GPUs
     with refused(NOT_CONNECTED):
-        DistCATrainingArguments(output_dir=str(tmp_path))
+        make_dispatcher(small_model(), DistCAConfig(), torch.device("cpu"))
     assert not refused_processes(launched(strategy="DEEPSPEED", use_cpu=True, processes=1))
 
 
@@ -448,7 +440,7 @@ def test_memory_is_logged_with_a_warning_if_it_does_not_fit(tmp_path, caplog, mo
     trainer = make_trainer(str(tmp_path), model=model, max_steps=1, save_strategy="no", **arguments)
     run = trainer.dispatcher.run
     caplog.clear()
-    with caplog.at_level("INFO", "hf_distca.trainer.memory"):
+    with caplog.at_level("INFO", "hf_distca.memory.fitting"):
         for memory in (10**10, 10**8):
             warn_of_memory(log_memory(trainer.model, run, memory), offloaded=0)
     messages = [f"{record.levelname} {record.message}" for record in caplog.records]

@@ -21,7 +21,7 @@ from hf_distca.dispatch import padded_rows
 from hf_distca.dispatch.process_groups import Groups
 from hf_distca.patches.padded_models import PackedBackbone
 from hf_distca.trainer import preference
-from tests.models_and_batches import exchanging, small_model
+from tests.models_and_batches import exchanging, small_model, with_planning
 from tests.ranks import RankPool
 from tests.refused import refused
 from tests.trainer.chats import tokenizer
@@ -235,7 +235,7 @@ def test_bfloat16_is_at_most_twice_as_far_from_float32_as_without_hf_distca(rank
         assert 0 < planned_errors < 2 * stock_errors
 
 
-# Shared beginnings in two nano-batches
+# Prefix sharing in two nano-batches
 
 IN_TURNS: dict[str, Case] = {
     "checkpoints on the host, accumulated": Case(
@@ -257,34 +257,34 @@ IN_TURNS: dict[str, Case] = {
 """Trainings whose micro-batches have two nano-batches."""
 
 
-def train_shared_and_alone(folder: str, case: Case) -> dict[str, dict[str, Any]]:
-    """Train with shared beginnings, without, and in float32 without; of a model of three layers."""
+def train_shared_and_unshared(folder: str, case: Case) -> dict[str, dict[str, Any]]:
+    """Train a model of three layers with prefix sharing, without, and without in float32."""
     of_case = replace(
         case, model={"num_hidden_layers": 3}, arguments={**case.arguments, "max_steps": 2}
     )
-    alone = replace(of_case, planned={**of_case.planned, "share_prefixes": False})
+    unshared = replace(of_case, planned={**of_case.planned, "share_prefixes": False})
     return {
         "shared": train(f"{folder}/shared", of_case, planned=True),
-        "alone": train(f"{folder}/alone", alone, planned=True),
-        "exact": train(f"{folder}/exact", alone, planned=True, exact=True),
+        "unshared": train(f"{folder}/unshared", unshared, planned=True),
+        "exact": train(f"{folder}/exact", unshared, planned=True, exact=True),
     }
 
 
 @pytest.mark.parametrize("name", IN_TURNS)
-def test_beginnings_are_shared_in_two_nano_batches(rank_pools, tmp_path, name):
+def test_prefixes_are_shared_in_two_nano_batches(rank_pools, tmp_path, name):
     case = IN_TURNS[name]
-    for trained in rank_pools[2].run(train_shared_and_alone, str(tmp_path), case):
+    for trained in rank_pools[2].run(train_shared_and_unshared, str(tmp_path), case):
         steps = [step for step in trained["shared"]["figures"] if "distca/shared_rows" in step]
         assert len(steps) == 2
         assert all(step["distca/shared_rows"] > 0 for step in steps)
         assert all(step["distca/ping_pong_share"] == 1 for step in steps)
-        assert shared_rows(trained["alone"]) == 0
+        assert shared_rows(trained["unshared"]) == 0
         if not case.arguments.get("bf16"):
-            compare(trained["shared"], trained["alone"], WITHIN)
+            compare(trained["shared"], trained["unshared"], WITHIN)
             continue
         learned = trained["exact"]["learned"]
         assert distance(trained["shared"]["learned"], learned) < 2 * distance(
-            trained["alone"]["learned"], learned
+            trained["unshared"]["learned"], learned
         )
 
 
@@ -348,7 +348,7 @@ def train_with_own_loss(folder: str, way: str) -> dict[str, Any]:
             implementation="sdpa" if way == "stock" else "distca", output_hidden_states=True
         )
         arguments = {**COMMON, "output_dir": folder, "max_steps": 2, "use_cpu": True}
-        settings: dict[str, Any] = {**PLANNED, **exchanging(model)}
+        settings: dict[str, Any] = with_planning({**PLANNED, **exchanging(model)})
         if way == "mixin":
             args: Any = PaddedArguments(**arguments, **settings)
         else:

@@ -29,7 +29,9 @@ from hf_distca.checks.model_rules import ADAPTERS, Models
 from hf_distca.checks.refusal import RefusedError, check
 from hf_distca.checks.run_rules import Resume, Run
 from hf_distca.checks.setting_names import EARLIER
+from hf_distca.collator.place import DataPlace, DataProgress, capacity_and_bins
 from hf_distca.models.decoder import decoder_attentions
+from hf_distca.planner.settings import PlanSettings
 from hf_distca.trainer import resuming
 from hf_distca.trainer.launch_facts import SUMMED_GRADIENTS, check_given, check_trainer
 from tests.models_and_batches import small_model
@@ -327,7 +329,7 @@ def adapted(name: str, **settings: Any) -> Any:
 
 
 def plan(model: Any) -> Any:
-    config = hf_distca.DistCAConfig(ping_pong=True)
+    config = hf_distca.DistCAConfig(planning={"ping_pong": True})
     return hf_distca.describe_run(model, config, ranks=2, device=torch.device("cpu")).plans
 
 
@@ -358,11 +360,6 @@ WRONG: list[tuple[Any, dict[str, Any], Callable[[], Any]]] = [
         lambda: with_dropout("dropout", torch.nn.Dropout(0.2), "bert", **BERT),
     ),
     (Models.OWN_MASK, {"model": "DogeForCausalLM"}, lambda: small_model("doge")),
-    (
-        Models.OTHER_ATTENTION,
-        {"implementation": "sdpa"},
-        lambda: small_model(implementation="sdpa"),
-    ),
     (Models.DROPS_KEYWORDS, {"drops_keywords": "StableLmDecoderLayer"}, lambda: tiny("stablelm")),
     (
         Models.DROPS_KEYWORDS,
@@ -393,10 +390,9 @@ def test_models_that_planned_steps_would_get_wrong(entry, values, make):
 
 def test_all_settings_of_a_model_are_listed_at_once_and_one_reason_is_enough():
     with pytest.raises(RefusedError) as error:
-        plan(small_model("gpt2", "sdpa"))  # its config has dropout
-    assert [line.split(", but ")[0] for line in str(error.value).splitlines()[:3]] == [
-        "3 settings cannot be used:",
-        "- GPT2LMHeadModel runs attn_implementation='sdpa'",
+        plan(small_model("gpt2"))  # its config and its layers have dropout
+    assert [line.split(", but ")[0] for line in str(error.value).splitlines()[:2]] == [
+        "2 settings cannot be used:",
         "- attn_pdrop is 0.1",
     ]
     with refused(Models.NOT_DECODER) as alone:
@@ -469,14 +465,15 @@ def order(source: str, ranks: int = 2, skip: int = 0, **changed: Any) -> dict[st
     base = {"tokens_per_rank": 96, "gradient_accumulation_steps": 3, "seed": 1}
     args = settings(**{**base, **changed})
     layout = "whole" if args.document_layout == "whole" else "auto"
+    plans = PlanSettings(ranks, args.tokens_per_rank, document_layout=layout)
     return resuming.data_order(
         SimpleNamespace(
             args=args, train_dataset=STREAM if "stream" in source else range(len(LENGTHS))
         ),
-        SimpleNamespace(groups=groups(ranks), settings=SimpleNamespace(document_layout=layout)),
+        SimpleNamespace(groups=groups(ranks), settings=plans),
         SimpleNamespace(
             lengths=lambda dataset: (np.array(LENGTHS[skip:]), str(skip) * 64),
-            beginnings=lambda dataset, shares: None,
+            prefixes=lambda dataset, shares: None,
         ),
         packs="flattened" not in source,
         shares=True,
@@ -554,9 +551,9 @@ def data_place(tmp_path):
     """A checkpoint's place in the data: `save` one, and agree on the one to `resume` from."""
 
     def save(order: dict[str, Any]) -> None:
-        resuming.DataProgress(resuming.DataPlace(order, epoch=1)).save(tmp_path, step=5)
+        DataProgress(DataPlace(order, epoch=1)).save(tmp_path, step=5)
 
-    def resume(order: dict[str, Any], ranks: int = 2, **changed: Any) -> resuming.DataPlace:
+    def resume(order: dict[str, Any], ranks: int = 2, **changed: Any) -> DataPlace:
         return resuming.agreed_place(order, str(tmp_path), settings(**changed), groups(ranks))
 
     return SimpleNamespace(save=save, resume=resume)
@@ -573,7 +570,7 @@ def test_another_order(data_place, source, saved, ranks, changed, differences):
         data_place.resume(resumed, ranks)
     assert differences in str(error.value)
     ignored = data_place.resume(resumed, ranks, ignore_data_skip=True)
-    assert ignored == resuming.DataPlace(resumed)
+    assert ignored == DataPlace(resumed)
     assert data_place.resume(order(source, **saved)).epoch == 1
 
 
@@ -583,7 +580,7 @@ def test_layouts_that_cut_documents_go_on_with_whole_ranks(data_place, ranks):
     data_place.save(order("packed", **WHOLE))
     resumed = data_place.resume(order("packed", ranks), ranks).order
     assert resumed == order("packed", **WHOLE)
-    assert resuming.capacity_and_bins(resumed) == (192, 2)
+    assert capacity_and_bins(resumed) == (192, 2)
 
 
 def test_another_kind_of_data(data_place):

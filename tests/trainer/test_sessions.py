@@ -1,4 +1,4 @@
-"""Trainings on sessions whose documents share rows, against each document alone."""
+"""Trainings on sessions whose documents share prefixes, against stock attention without sharing."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -22,11 +22,11 @@ from hf_distca.collator import collation
 from hf_distca.collator.collation import TARGET_ROWS
 from hf_distca.dispatch import host_copies
 from hf_distca.dispatch.host_copies import Copies
+from hf_distca.models.sharing import why_training_shares_nothing
 from hf_distca.patches import targets
 from hf_distca.trainer import loaders
-from hf_distca.trainer.sharing import why_alone_in
 from tests.late_streams import LateStreams
-from tests.models_and_batches import exchanging, small_model
+from tests.models_and_batches import exchanging, small_model, with_planning
 from tests.trainer.chats import tokenizer
 from tests.trainer.comparison import HYBRID, QUIET, STRATEGIES, Run, launched, whole
 from tests.trainer.sessions import IGNORED, sessions
@@ -136,7 +136,7 @@ def trained(folder: str, training: Training) -> list[Step]:
             "__getitem__",
             lambda documents, batch: (read.append(plan(documents, batch)), read[-1])[1],
         )
-        trainer = classes[0](args=classes[1](**settings), callbacks=[noted], **given)
+        trainer = classes[0](args=classes[1](**with_planning(settings)), callbacks=[noted], **given)
         trainer.train()
         trainer.close()
     offloads = settings.get("offload_activations", False)
@@ -147,7 +147,7 @@ def trained(folder: str, training: Training) -> list[Step]:
     for number, (loss, gradients, layers_in_turns) in enumerate(logged):
         documents_of_step = read[number * count : (number + 1) * count]
         documents = np.concatenate(
-            [batch.excerpts["document"] for batch in documents_of_step]
+            [batch.spans["document"] for batch in documents_of_step]
         ).tolist()
         shared_rows = sum(batch.plan.shared_rows for batch in documents_of_step)
         nano_batches = [len(batch.plan.nano_batches) for batch in documents_of_step]
@@ -155,8 +155,10 @@ def trained(folder: str, training: Training) -> list[Step]:
     return steps
 
 
-def alone(documents: Sequence[int], training: Training) -> tuple[float, dict[str, Tensor]]:
-    """Loss and gradients of documents, each of which stock attention computes alone."""
+def without_sharing(
+    documents: Sequence[int], training: Training
+) -> tuple[float, dict[str, Tensor]]:
+    """Loss and gradients of documents, each computed by itself with stock attention."""
     model = training.make_model("sdpa")
     examples = [sessions()[document] for document in documents]
     labels = [torch.tensor(example["labels"])[1:] for example in examples]
@@ -181,9 +183,9 @@ def error(gradients: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> fl
     )
 
 
-def assert_equals_alone(step: Step, training: Training) -> None:
-    """Check that a step equals each of its documents alone."""
-    loss, gradients = alone(step.documents, training)
+def assert_equals_no_sharing(step: Step, training: Training) -> None:
+    """Check that a step equals its documents computed without sharing."""
+    loss, gradients = without_sharing(step.documents, training)
     assert step.loss == pytest.approx(loss, rel=1e-5)
     assert error(step.gradients, gradients) < 2e-4
 
@@ -198,11 +200,11 @@ def assert_equals_alone(step: Step, training: Training) -> None:
     ],
     ids=["one rank", "accumulated", "sft", "three ranks"],
 )
-def test_steps_equal_each_document_alone(rank_pools, tmp_path, ranks, training):
+def test_steps_equal_those_without_sharing(rank_pools, tmp_path, ranks, training):
     results = rank_pools[ranks].run(trained, str(tmp_path), training)
     for step in results[0]:
         assert step.shared_rows > 0
-        assert_equals_alone(step, training)
+        assert_equals_no_sharing(step, training)
     documents_of_steps = [step.documents for step in results[0]]
     assert all([step.documents for step in result] == documents_of_steps for result in results)
 
@@ -252,10 +254,10 @@ def test_nano_batches_take_turns(rank_pools, tmp_path, name):
     pool = rank_pools[STRATEGIES[training.strategy].ranks]
     (step,) = pool.run(trained, str(tmp_path), training)[0]
     assert_shared_in_turns(step)
-    assert_equals_alone(step, training)
+    assert_equals_no_sharing(step, training)
 
 
-def test_a_hybrid_computes_each_document_alone(rank_pools, tmp_path):
+def test_a_hybrid_shares_no_prefixes(rank_pools, tmp_path):
     training = Training(IN_TURNS, model=HYBRID)
     (step,), (unshared,) = (
         rank_pools[2].run(trained, str(tmp_path), training.with_arguments(share_prefixes=shares))[0]
@@ -266,7 +268,7 @@ def test_a_hybrid_computes_each_document_alone(rank_pools, tmp_path):
     assert all(
         torch.equal(step.gradients[name], unshared.gradients[name]) for name in step.gradients
     )
-    loss, _ = alone(step.documents, training)
+    loss, _ = without_sharing(step.documents, training)
     assert step.loss == pytest.approx(loss, rel=1e-5)
 
 
@@ -279,7 +281,7 @@ def test_nano_batches_take_turns_in_bfloat16(rank_pools, tmp_path, name):
         (step,) = rank_pools[2].run(trained, str(tmp_path), training)[0]
         if shares:
             assert_shared_in_turns(step)
-        loss, gradients = alone(step.documents, training)
+        loss, gradients = without_sharing(step.documents, training)
         assert step.loss == pytest.approx(loss, rel=1e-3)
         errors[shares] = error(step.gradients, gradients)
     assert errors[True] < 2 * errors[False]
@@ -309,7 +311,7 @@ def resumed(folder: str) -> tuple[str, str, str, dict[str, Any]]:
     return parameters_hash(through.model), parameters_hash(stopped.model), message, place
 
 
-def test_a_training_resumes_with_the_same_groups(rank_pools, tmp_path):
+def test_a_training_resumes_with_the_same_prefix_trees(rank_pools, tmp_path):
     for through, again, message, place in rank_pools[2].run(resumed, str(tmp_path)):
         assert through == again
         assert "share_prefixes is False, but must be True" in message
@@ -329,7 +331,7 @@ def test_documents_with_nothing_in_common_are_planned_as_ever(tmp_path, monkeypa
             for batch in batches
         ]
         assert trainer._shares == shares
-        assert trainer._loaders.beginnings(trainer.train_dataset, shares=shares) is None
+        assert trainer._loaders.prefixes(trainer.train_dataset, shares=shares) is None
         assert type(trainer.model.base_model).forward is LlamaModel.forward
     assert planned[True] == planned[False]
     assert not any(has_rows for *_, has_rows in planned[True])
@@ -368,10 +370,10 @@ class OwnHead(LlamaForCausalLM):
     ],
     ids=["shared", "neftune", "experts", "no decoder", "own head", "own loss", "dropout"],
 )
-def test_documents_stay_alone_where_sharing_would_change_results(tmp_path, change, reason):
+def test_documents_share_nothing_where_sharing_would_change_results(tmp_path, change, reason):
     trainer = make_trainer(str(tmp_path), lengths=[30])
     change(trainer)
-    assert (reason or "None") in str(why_alone_in(trainer))
+    assert (reason or "None") in str(why_training_shares_nothing(trainer))
 
 
 @pytest.mark.parametrize("source", ["list", "transform"])
@@ -379,10 +381,10 @@ def test_documents_that_may_change_are_not_shared(tmp_path, source):
     trainer = make_trainer(str(tmp_path), source, lengths=[200])
     # Equal documents, if only they were stored.
     trainer.train_dataset = data = [trainer.train_dataset[0]] * 2
-    assert trainer._loaders.beginnings(data, shares=True) is None
+    assert trainer._loaders.prefixes(data, shares=True) is None
 
 
-def test_evaluations_predictions_and_streams_compute_each_document_alone(tmp_path, monkeypatch):
+def test_evaluations_predictions_and_streams_share_no_prefixes(tmp_path, monkeypatch):
     data = sessions()
     given = {"train_dataset": data, "eval_dataset": data}
     trainer = make_trainer(
@@ -404,13 +406,13 @@ def test_evaluations_predictions_and_streams_compute_each_document_alone(tmp_pat
         "__getitem__",
         lambda documents, batch: (read.append(plan(documents, batch)), read[-1])[1],
     )
-    loss, _ = alone(range(len(data)), Training({}, model={"num_hidden_layers": 2}))
+    loss, _ = without_sharing(range(len(data)), Training({}, model={"num_hidden_layers": 2}))
     assert trainer.evaluate()["eval_loss"] == pytest.approx(loss, rel=1e-5)
     assert trainer.predict(data).metrics["test_loss"] == pytest.approx(loss, rel=1e-5)
     assert len(read) > 1
     assert not any(batch.sequences.shared_rows for batch in read)
-    assert trainer._loaders.beginnings(data, shares=True) is not None
-    assert trainer._loaders.beginnings(data.to_iterable_dataset(), shares=True) is None
+    assert trainer._loaders.prefixes(data, shares=True) is not None
+    assert trainer._loaders.prefixes(data.to_iterable_dataset(), shares=True) is None
 
 
 def test_gradients_of_repeated_rows_are_added():

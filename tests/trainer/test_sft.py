@@ -14,7 +14,7 @@ from hf_distca.checks.argument_rules import WITHOUT_SETTINGS
 from hf_distca.checks.data_rules import Data
 from hf_distca.checks.launch_rules import TRAINER
 from hf_distca.checks.run_rules import Run
-from tests.models_and_batches import exchanging, small_model
+from tests.models_and_batches import exchanging, small_model, with_planning
 from tests.refused import refused
 from tests.trainer.chats import chats, prompts, tokenizer
 from tests.trainer.comparison import launched
@@ -94,7 +94,7 @@ def _counted(folder: str) -> list[dict[str, Any]]:
     )
     with launched("ddp", {}):
         args = hf_distca.DistCASFTConfig(
-            folder, **options, **{**exchanging(model), "tokens_per_rank": 8}
+            folder, **options, **with_planning({**exchanging(model), "tokens_per_rank": 8})
         )
         trainer = hf_distca.DistCASFTTrainer(
             model, args, train_dataset=documents, processing_class=tokenizer()

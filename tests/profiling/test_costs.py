@@ -18,10 +18,10 @@ from hf_distca.planner.settings import PlanSettings
 from hf_distca.predict.corrections import Corrections
 from hf_distca.predict.device_profile import DeviceProfile
 from hf_distca.predict.seconds import KernelCost, KindCosts, LinkCost, Links, MixingCosts, StepCosts
-from hf_distca.trainer import costs as costs_module
+from hf_distca.profiling import costs as costs_module
+from hf_distca.profiling.costs import PROFILE_FILE, LearnedCosts, observe, with_costs
 from hf_distca.trainer.assembly import make_dispatcher
-from hf_distca.trainer.costs import PROFILE_FILE, LearnedCosts, observe, with_costs
-from tests.models_and_batches import SMALL_KIND, exchanging, small_model
+from tests.models_and_batches import SMALL_KIND, exchanging, small_model, with_planning
 from tests.trainer.small_trainers import make_trainer
 
 CPU = torch.device("cpu")
@@ -29,7 +29,7 @@ CPU = torch.device("cpu")
 
 def planning(ranks: int = 4, checkpointing: bool = False, **changes: Any) -> Any:
     """Settings of plans with the profile of an H100."""
-    config = hf_distca.DistCAConfig(**{"device_profile": "h100", **changes})
+    config = hf_distca.DistCAConfig(**with_planning({"device_profile": "h100", **changes}))
     model = small_model(implementation="distca")
     run = hf_distca.describe_run(
         model, config, ranks=ranks, device=CPU, checkpointing={} if checkpointing else None

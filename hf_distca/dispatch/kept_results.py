@@ -1,7 +1,7 @@
-"""Results of core attention, kept through a gradient checkpoint for its recomputation.
+"""Results of core attention, kept under activation checkpointing for the recomputation.
 
-A checkpoint runs a forward twice; without kept results the recomputation exchanges all rows and
-computes all tasks again. Checkpoints of transformers, FSDP and torch itself are recognised.
+Activation checkpointing runs a forward twice. Without kept results the recomputation would exchange
+all rows and compute all tasks again. Checkpointing by transformers, FSDP and torch is recognised.
 """
 
 from collections.abc import Callable, Hashable
@@ -13,8 +13,8 @@ from torch import Tensor
 Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 """Pack and unpack a tensor that autograd saves."""
 Checkpoints = tuple[int, bool]
-"""Number of checkpoints around a place in a forward, and whether gradients are on: reentrant ones
-turn them off."""
+"""Number of activation checkpoints around a place in a forward, and whether gradients are on:
+reentrant ones turn them off."""
 
 
 class KeptResults:
@@ -75,7 +75,7 @@ class ForwardResults:
 
 
 def is_recomputation() -> bool:
-    """Return whether this forward is a checkpoint's recomputation.
+    """Return whether this forward is the recomputation of activation checkpointing.
 
     It is the only forward inside a backward.
     """
@@ -93,7 +93,7 @@ def is_checkpointed(training: bool) -> bool:
 
 
 def checkpoints_around() -> Checkpoints:
-    """Return the checkpoints around this place in a forward, to compare with another place."""
+    """Return the activation checkpoints around this place in a forward, to compare with another."""
     return sum(map(_belong_to_checkpoint, _hooks())), torch.is_grad_enabled()
 
 

@@ -1,6 +1,6 @@
-"""Figures and predictions of an evaluation.
+"""An evaluation: its loader, its means over targets, and predictions by document.
 
-They come from the logits of a rank's rows, where the loss computes the logits.
+Figures and predictions come from the logits of a rank's rows, where the loss computes the logits.
 
 Logits stay on their rank and exist a chunk of rows at a time. A user's function
 `preprocess_logits_for_metrics` makes something small of them, such as the token with the greatest
@@ -13,20 +13,29 @@ Shape suffixes: T rows of this rank, C rows of a chunk, V vocabulary; 1 is a bat
 from collections import ChainMap
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.data import DataLoader
 from transformers.trainer_pt_utils import nested_numpify
 
 from hf_distca.batches.limits import IGNORED_TARGET
 from hf_distca.checks.run_rules import Run
+from hf_distca.collator.sampler import GlobalBatchSampler
+from hf_distca.collator.streams import StreamPacker
 from hf_distca.dispatch.process_groups import Groups
+from hf_distca.dispatch.upcoming import UpcomingBatches
 from hf_distca.plan import MicroBatchPlan
+from hf_distca.trainer.loaders import check_beginnings
 
+ACCURACY = "mean_token_accuracy"
+"""Name of a metric, as in TRL: share of the targets that have the greatest logit."""
+ENTROPY = "entropy"
+"""Name of a metric, as in TRL: mean entropy of the predicted tokens, in nats."""
 Function = Callable[[Tensor, Tensor], Any]
 """`preprocess_logits_for_metrics`: logits [1, C, V] and labels [1, C] to tensors [1, C, ...]."""
 FUNCTION = "preprocess_logits_for_metrics"
@@ -35,6 +44,43 @@ BLOCK_VALUES = {"cpu": 2**16}
 CPU's cache."""
 MOST_BLOCK_VALUES = 2**24
 """The same on other devices."""
+
+
+class EvaluationLoader:
+    """Loader of an evaluation's planned micro-batches.
+
+    Args:
+        loader: reads the batches.
+        upcoming: fetches and prepares them.
+        groups: ranks that evaluate together.
+        planned: whether `loader` plans them.
+    """
+
+    def __init__(
+        self, loader: DataLoader[Any], upcoming: UpcomingBatches, groups: Groups, *, planned: bool
+    ) -> None:
+        self._loader = loader
+        self._upcoming = upcoming
+        self._groups = groups
+        self._planned = planned
+        self.dataset = loader.dataset
+        # None where documents come in an order that only a stream or a collator knows.
+        self.sampler: GlobalBatchSampler | None = None
+        if isinstance(loader.batch_sampler, GlobalBatchSampler):
+            self.sampler = loader.batch_sampler
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        cast(Any, self._loader).set_epoch(0)  # every evaluation reads in the same order
+        iterator = iter(self._loader)
+        batches = self._upcoming.fetch(iterator, 1, planned=self._planned)
+        if isinstance(self.dataset, StreamPacker):
+            check_beginnings(self.dataset, self._groups)
+        while batches:
+            yield batches[0]
+            batches = self._upcoming.fetch(iterator, 1, planned=self._planned)
 
 
 class TokenFigures:
@@ -76,8 +122,8 @@ def entropies(log_probs_CV: Tensor) -> Tensor:
     return torch.cat(entropy_of_blocks)
 
 
-class Piece(NamedTuple):
-    """Rows of a document from `start` on."""
+class DocumentRows(NamedTuple):
+    """Targets and results of rows of a document from `start` on."""
 
     document: int  # index in the data set
     start: int
@@ -91,22 +137,22 @@ class Predictions:
     For each micro-batch call `begin`, `see` for each chunk of rows in order, and `end`.
 
     Args:
-        excerpts: for each micro-batch, its [documents] of dtype EXCERPT.
+        spans: for each micro-batch, its [spans] of dtype SPAN.
         documents: number of documents in the data set.
     """
 
     def __init__(
         self,
         function: Function,
-        excerpts: Iterator[NDArray[np.void]],
+        spans: Iterator[NDArray[np.void]],
         documents: int,
         groups: Groups,
     ) -> None:
         self._function = function
-        self._excerpts = excerpts
+        self._spans = spans
         self._documents = documents
         self._groups = groups
-        self._pieces: list[Piece] = []
+        self._document_rows: list[DocumentRows] = []
         self._compared = False  # whether results are known to depend on each row alone
         self._error: Exception | None = None
 
@@ -204,14 +250,14 @@ class Predictions:
                 function=FUNCTION, seen=self._seen, rows=len(self._targets)
             )
         self._groups.raise_together(self._error)
-        excerpts = next(self._excerpts)
+        spans = next(self._spans)
         for document, start, row, result in self._results:
-            if document < len(excerpts):  # else a filler
-                index, excerpt_start, *_ = excerpts[document].tolist()
+            if document < len(spans):  # else a filler
+                index, span_start, *_ = spans[document].tolist()
                 arrays: Any = nested_numpify(result)
                 rows = tree_leaves(arrays)[0].shape[1]
                 targets = self._targets[row : row + rows]
-                self._pieces.append(Piece(index, excerpt_start + start, targets, arrays))
+                self._document_rows.append(DocumentRows(index, span_start + start, targets, arrays))
 
     def joined(self) -> tuple[Any, NDArray[np.int64]]:
         """Return predictions and labels of all documents. A collective.
@@ -219,32 +265,35 @@ class Predictions:
         They are [documents, longest, ...], with -100 beyond a document's end. Labels are unshifted,
         as in a data set. The first token of a document has the label -100: nothing predicts it.
         """
-        pieces: Sequence[Piece] = list(chain(*self._groups.all_gather(self._pieces)))
-        longest = max(piece.start + len(piece.targets) for piece in pieces)
+        parts: Sequence[DocumentRows] = list(chain(*self._groups.all_gather(self._document_rows)))
+        longest = max(part.start + len(part.targets) for part in parts)
 
-        def join(*values_of_pieces: NDArray[Any]) -> NDArray[Any]:
-            example = values_of_pieces[0]
+        def join(*values_of_parts: NDArray[Any]) -> NDArray[Any]:
+            example = values_of_parts[0]
             shape = (self._documents, longest, *example.shape[2:])
             documents = np.full(shape, IGNORED_TARGET, example.dtype)
-            for piece, values in zip(pieces, values_of_pieces, strict=True):
-                documents[piece.document, piece.start : piece.start + values.shape[1]] = values[0]
+            for part, values in zip(parts, values_of_parts, strict=True):
+                documents[part.document, part.start : part.start + values.shape[1]] = values[0]
             return documents
 
         labels = np.full((self._documents, longest + 1), IGNORED_TARGET, np.int64)
-        for piece in pieces:
-            labels[piece.document, piece.start + 1 : piece.start + 1 + len(piece.targets)] = (
-                piece.targets
+        for part in parts:
+            labels[part.document, part.start + 1 : part.start + 1 + len(part.targets)] = (
+                part.targets
             )
-        return tree_map(join, *(piece.result for piece in pieces)), labels[:, :longest]
+        return tree_map(join, *(part.result for part in parts)), labels[:, :longest]
 
 
-class EvaluatedRows:
-    """Receives the logits of an evaluation's rows."""
+class Evaluated:
+    """What an evaluation has computed: losses, figures of rows, and predictions if asked for."""
 
     def __init__(self, predictions: Predictions | None = None) -> None:
         self.figures = TokenFigures()
         self.predictions = predictions
         self.seen = 0  # rows of all micro-batches
+        self.micro_batches = 0
+        self._loss = 0.0  # sum over this rank's rows
+        self._targets = 0.0  # of all ranks
 
     def see(self, logits_CV: Tensor, log_probs_CV: Tensor, target_C: Tensor) -> None:
         """Take a chunk of rows."""
@@ -258,3 +307,24 @@ class EvaluatedRows:
         rows = max(1, MOST_BLOCK_VALUES // logits_TV.shape[1])
         for logits_CV, target_C in zip(logits_TV.split(rows), target_T.split(rows), strict=True):
             self.see(logits_CV, logits_CV.float().log_softmax(-1), target_C)
+
+    def add(self, loss: float, targets: float) -> None:
+        """Add a micro-batch: this rank's sum of losses, and the targets of all ranks."""
+        self.micro_batches += 1
+        self._loss += loss
+        self._targets += targets
+
+    def means(self, groups: Groups) -> dict[str, float]:
+        """Return loss, accuracy and entropy by name. A collective.
+
+        Each is a mean over all targets. Accuracy and entropy are left out where not every target's
+        logits were seen: the model has several losses, or computes none from logits, or TRL's
+        trainer counts for itself.
+        """
+        sums_of_ranks = groups.all_gather((self._loss, *self.figures.sums()))
+        loss, seen_targets, hits, entropy = map(sum, zip(*sums_of_ranks, strict=True))
+        means = {"loss": loss / max(self._targets, 1)}
+        if seen_targets == self._targets > 0:
+            means[ACCURACY] = hits / self._targets
+            means[ENTROPY] = entropy / self._targets
+        return means

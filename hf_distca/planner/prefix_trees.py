@@ -1,35 +1,35 @@
-"""Prefix trees: documents that continue others, laid out as if each tree were one document.
+"""Prefix trees of a micro-batch, each laid out as if it were one document.
 
-Sequences that begin alike share a prefix tree. Each of its branches is a document of the plan; a
-path leads from the root to the end of a branch. Layouts are searched with whole trees, whose rows
-are numbered branch after branch, depth first. So a tree stays together where it fits, and where it
-is cut, neighbouring branches stay together.
+Each branch of a prefix tree is a document of the plan. The planner searches layouts of whole trees.
+The rows of a tree are numbered branch after branch, depth first: a tree stays together where it
+fits, and neighbouring branches stay together where it is cut.
 """
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
 from hf_distca.plan import AttentionKind, Branches, Layout
-from hf_distca.plan.arrays import FloatArray, IntArray
-from hf_distca.plan.intervals import ROWS, Table, overlaps
+from hf_distca.plan.arrays import FloatArray, IntArray, Table
+from hf_distca.plan.intervals import ROWS, overlaps
 from hf_distca.predict.seconds import StepCosts
 from hf_distca.predict.walk import document_seconds
 
 
 @dataclass(frozen=True, eq=False)
-class Forest:
-    """The documents of a micro-batch as prefix trees, each of which is laid out as one document."""
+class PrefixTrees:
+    """Prefix trees of documents; a document that shares no prefix is a tree of its own."""
 
     lengths: IntArray  # [documents] one past the last row of each document, along its path
     branches: Branches
     tree_lengths: IntArray  # [trees] rows of all branches of each tree
     order: IntArray  # [documents] all documents, tree after tree, depth first
-    placed: Table  # [documents] of dtype ROWS in this order: tree, and rows of the tree
+    placed: Table  # [documents] of dtype ROWS, by `order`: the tree as document, and its rows
 
     @classmethod
-    def of(cls, lengths: IntArray, branches: Branches) -> "Forest":
-        """Return the trees in the order of their roots, with rows numbered depth first."""
+    def of(cls, lengths: IntArray, branches: Branches) -> "PrefixTrees":
+        """Return the trees of documents, in the order of the trees' roots."""
         children: list[list[int]] = [[] for _ in lengths]
         roots: list[int] = []
         for document, parent in enumerate(branches.parents.tolist()):
@@ -37,7 +37,7 @@ class Forest:
         own_lengths = (lengths - branches.starts).tolist()
         order, placed, tree_lengths = [], [], []
         for tree, root in enumerate(roots):
-            # Depth first: the rows of a branch follow the rows that they continue.
+            # Depth first: the rows of a branch come after the rows of its parent.
             row = 0
             waiting = [root]
             while waiting:
@@ -55,24 +55,38 @@ class Forest:
             np.array(placed, ROWS),
         )
 
-    def branched(self, trees: IntArray, layout: Layout) -> tuple[IntArray, Layout]:
-        """Return the layout of branches, and [documents] the document that each of them is.
+    @property
+    def rows(self) -> int:
+        """Rows of all trees."""
+        return int(self.tree_lengths.sum())
+
+    @cached_property
+    def tree_of_documents(self) -> IntArray:
+        """[documents] the tree of each document."""
+        trees = np.empty_like(self.order)
+        trees[self.order] = self.placed["document"]
+        return trees
+
+    def layout_of_branches(self, trees: IntArray, layout: Layout) -> tuple[IntArray, Layout]:
+        """Return the documents of some trees, and the layout in which each branch is a document.
 
         Args:
-            trees: [documents] tree that each document of `layout` is.
+            trees: the tree of each document of `layout`.
             layout: its documents are whole trees.
         """
-        # 1. The branches of these trees, tree after tree.
+        # 1. List the branches of these trees, tree after tree.
         number_of_tree = np.full(len(self.tree_lengths), -1)
         number_of_tree[trees] = np.arange(len(trees))
         placed = self.placed.take(np.arange(len(self.placed)))
         placed["document"] = number_of_tree[placed["document"]]
-        is_here = placed["document"] >= 0
-        by_tree = np.flatnonzero(is_here)[np.argsort(placed["document"][is_here], kind="stable")]
+        is_chosen = placed["document"] >= 0
+        by_tree = np.flatnonzero(is_chosen)[
+            np.argsort(placed["document"][is_chosen], kind="stable")
+        ]
         placed = placed.take(by_tree)
         documents = self.order[by_tree]
 
-        # 2. Segments of trees are cut where a branch begins; rows are counted along paths.
+        # 2. Cut segments of trees where a branch begins, and count rows along paths.
         segment, branch, start, stop = overlaps(layout.segments, placed)
         segments = layout.segments.take(segment)
         segments["offset"] += start - segments["start"]
@@ -81,8 +95,8 @@ class Forest:
         segments["start"] = start + to_path[branch]
         segments["stop"] = stop + to_path[branch]
 
-        # 3. Parents by their numbers in this layout.
-        number = np.full(len(self.lengths) + 1, -1)  # the last one is for documents without parent
+        # 3. Number the parents as documents of this layout.
+        number = np.full(len(self.lengths) + 1, -1)  # the last one is for roots
         number[documents] = np.arange(len(documents))
         parents = number[self.branches.parents[documents]]
         branches = Branches(parents, self.branches.starts[documents])
@@ -101,7 +115,7 @@ class Forest:
         return np.asarray(self.order[chosen])
 
     def tree_seconds(self, costs: StepCosts) -> FloatArray:
-        """Return [trees] seconds of computing each tree, as `document_seconds` of documents."""
+        """Return [trees] predicted seconds of computing each tree."""
         starts = self.branches.starts
         before = np.where(starts > 0, document_seconds(starts, costs), 0.0)
         seconds = document_seconds(self.lengths, costs) - before
@@ -112,24 +126,28 @@ class Forest:
 
 
 def with_branches(
-    documents: IntArray, layout: Layout, forest: Forest | None
+    documents: IntArray, layout: Layout, trees: PrefixTrees | None
 ) -> tuple[IntArray, Layout]:
-    """Return the documents and the layout of branches, if the documents are a forest's trees."""
-    return (documents, layout) if forest is None else forest.branched(documents, layout)
+    """Return documents and their layout, in which each branch of a tree is a document.
+
+    Args:
+        documents: the document, or with `trees` the tree, of each document of `layout`.
+    """
+    return (documents, layout) if trees is None else trees.layout_of_branches(documents, layout)
 
 
-def seconds_of(lengths: IntArray, costs: StepCosts, forest: Forest | None) -> FloatArray:
-    """Return [documents] seconds of computing each document, or each tree of a forest."""
-    return document_seconds(lengths, costs) if forest is None else forest.tree_seconds(costs)
+def seconds_of(lengths: IntArray, costs: StepCosts, trees: PrefixTrees | None) -> FloatArray:
+    """Return the seconds of computing each document, or with `trees` each tree."""
+    return document_seconds(lengths, costs) if trees is None else trees.tree_seconds(costs)
 
 
-def reach(kind: AttentionKind, forest: Forest | None) -> int | None:
-    """Return how many rows a row attends to at most; None if to all rows of its document.
+def reach(kind: AttentionKind, trees: PrefixTrees | None) -> int | None:
+    """Return the most rows that a row attends to; None if a row attends to its whole document.
 
-    Rows of a tree attend to rows of their path alone, of which there are fewer than of the tree.
+    A row of a tree attends to the rows of its path only. A path is no longer than its tree.
     """
     window = kind.window or kind.chunk
-    if forest is None:
+    if trees is None:
         return window
-    longest = int(forest.lengths.max())
+    longest = int(trees.lengths.max())
     return longest if window is None else min(window, longest)

@@ -1,9 +1,9 @@
-"""What is known of the checkpoints around a place in a forward."""
+"""Activation checkpoints around a place in a forward."""
 
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from hf_distca.dispatch.checkpoints import checkpoints_around
+from hf_distca.dispatch.kept_results import checkpoints_around
 
 
 def test_both_kinds_of_checkpoints_are_seen_and_other_hooks_are_none():

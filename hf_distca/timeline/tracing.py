@@ -12,7 +12,6 @@ from transformers import TrainerCallback
 from hf_distca.dispatch.dispatcher import Dispatcher
 from hf_distca.dispatch.recorder import Recording, Span
 from hf_distca.timeline.events import TRACED, rank_trace
-from hf_distca.trainer.arguments import DistCAPaddedArguments
 from hf_distca.units import counted
 
 logger = logging.getLogger(__name__)
@@ -24,14 +23,21 @@ ROUNDS = 8
 
 
 class StepTracer(TrainerCallback):
-    """Record `trace_steps` steps of a training.
+    """Record some steps of a training.
 
     On CUDA the host waits for the GPU at the end of each.
+
+    Args:
+        steps: number of steps to record.
+        folder: folder into which every rank writes its trace.
+        processes: number of processes of the training.
     """
 
-    def __init__(self, dispatcher: Dispatcher, args: DistCAPaddedArguments) -> None:
+    def __init__(self, dispatcher: Dispatcher, steps: int, folder: Path, *, processes: int) -> None:
         self._dispatcher = dispatcher
-        self._args = args
+        self._most = steps
+        self._folder = folder
+        self._processes = processes
         self._recording: Recording | None = None
         self.on_train_begin()
 
@@ -41,6 +47,12 @@ class StepTracer(TrainerCallback):
         self._steps = self._traced = 0
         self._zero = 0.0, 0.0  # see `rank_trace`
         self._spans: list[Span] = []
+
+    @property
+    def _process(self) -> int:
+        """Number of this process among all."""
+        groups = self._dispatcher.groups
+        return groups.members[groups.rank]
 
     def _drop(self) -> None:
         """Stop recording; an unfinished step, which had no batch or failed, is not kept."""
@@ -56,7 +68,7 @@ class StepTracer(TrainerCallback):
         A collective at the first recorded step.
         """
         self._drop()
-        if self._steps < STEPS_BEFORE or self._traced == self._args.trace_steps:
+        if self._steps < STEPS_BEFORE or self._traced == self._most:
             return
         if self._traced == 0:
             self._zero = self._common_zero()
@@ -84,18 +96,18 @@ class StepTracer(TrainerCallback):
         self._spans += self._recording.take()
         self._traced += 1
         self._drop()
-        if self._traced == self._args.trace_steps:
+        if self._traced == self._most:
             self._write()
 
     def on_train_end(self, *_args: Any, **_kwargs: Any) -> None:
         """Write the recorded steps if training ended before all steps were recorded."""
         self._drop()
-        is_short = self._traced < self._args.trace_steps
-        if is_short and self._args.process_index == 0:
+        is_short = self._traced < self._most
+        if is_short and self._process == 0:
             logger.warning(
                 "trace_steps=%s: training ended after %s, and the first %s never are recorded "
                 "(recorded: %s); set max_steps higher, or trace_steps lower",
-                *(self._args.trace_steps, counted(self._steps, "step"), STEPS_BEFORE, self._traced),
+                *(self._most, counted(self._steps, "step"), STEPS_BEFORE, self._traced),
             )
         if is_short and self._traced:
             self._write()
@@ -126,9 +138,9 @@ class StepTracer(TrainerCallback):
         return ends[quickest] + offset, longest[quickest] + max(rank_errors)
 
     def _write(self) -> None:
-        groups, rank = self._dispatcher.groups, self._args.process_index
-        path = Path(str(self._args.output_dir)) / f"trace_rank_{rank}.json"
-        trace = rank_trace(self._spans, rank, self._args.world_size, groups.members, self._zero)
+        groups, rank = self._dispatcher.groups, self._process
+        path = self._folder / f"trace_rank_{rank}.json"
+        trace = rank_trace(self._spans, rank, self._processes, groups.members, self._zero)
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(trace))
         self._spans = []

@@ -1,4 +1,4 @@
-"""How many layers' checkpoints go to the host, and refusals before training."""
+"""A training is made to fit: checkpoints go to the host, and MLPs run in chunks; refusals."""
 
 from functools import partial
 from types import SimpleNamespace
@@ -10,11 +10,15 @@ import torch
 from hf_distca import DistCAConfig
 from hf_distca.checks.refusal import RefusedError
 from hf_distca.checks.run_rules import Run
+from hf_distca.memory import fitting
+from hf_distca.memory.fitting import (
+    CountedMemory,
+    RankNeeds,
+    available_host_memory,
+    chosen_layers,
+)
 from hf_distca.models.checkpointing import enable_checkpointing, layers_with_checkpoints
-from hf_distca.trainer import fitting, offload
 from hf_distca.trainer.assembly import make_dispatcher
-from hf_distca.trainer.memory import CountedMemory
-from hf_distca.trainer.offload import RankNeeds, available_host_memory, chosen_layers
 from tests.logged import Messages
 from tests.models_and_batches import small_model
 from tests.refused import refused
@@ -73,7 +77,7 @@ def test_memory_of_a_container(tmp_path):
 
 def _refused(checkpointing: bool) -> str:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(offload, "available_host_memory", lambda: 10**6)
+        patch.setattr(fitting, "available_host_memory", lambda: 10**6)
         model = small_model(num_hidden_layers=3)
         config = DistCAConfig(tokens_per_rank=64, offload_activations=True)
         with pytest.raises(RefusedError) as error:
@@ -133,7 +137,7 @@ def fitted(
         missing = still if "chunk_rows" in vars(layer.mlp) else excess
         return CountedMemory(256, 95 * 10**7 + missing, 10**9, "weights 1.0")
 
-    messages = Messages("hf_distca.trainer")
+    messages = Messages("hf_distca.memory.fitting")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(fitting, "CHUNK_ROWS", CHUNK_ROWS)
         patch.setattr(fitting, "log_memory", count)

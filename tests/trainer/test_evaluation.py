@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import EvalPrediction, Trainer, TrainingArguments
 
 from hf_distca.checks.run_rules import Run
-from hf_distca.trainer.predictions import TokenFigures, entropies
+from hf_distca.trainer.evaluation import TokenFigures, entropies
 from tests.models_and_batches import random_documents, small_model
 from tests.refused import refused
 from tests.trainer.comparison import IGNORED, pad
@@ -55,8 +55,8 @@ def _predicted(folder: str, arguments: dict[str, Any]) -> tuple[Any, ...]:
     parts = []
     predicted = trainer.predict(dataset)
     parts += [
-        (piece.document, piece.start, len(piece.targets))
-        for piece in trainer._rows.predictions._pieces
+        (part.document, part.start, len(part.targets))
+        for part in trainer._evaluated.predictions._document_rows
     ]
     return predicted.predictions, predicted.label_ids, predicted.metrics, trainer.evaluate(), parts
 
@@ -248,5 +248,5 @@ def test_entropy_of_rows_with_a_target():
 
 def test_logits_of_training_are_not_watched(tmp_path):
     trainer = make_trainer(str(tmp_path), max_steps=1, save_strategy="no")
-    trainer._rows = SimpleNamespace(seen=0)  # which cannot see anything
+    trainer._evaluated = SimpleNamespace(seen=0)  # which cannot see anything
     trainer.train()

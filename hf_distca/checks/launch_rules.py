@@ -63,6 +63,13 @@ TRAINER: tuple[Rule, ...] = (
         lambda facts: facts.sp_size > 1,
     ),
     Rule(
+        "{0.trainer} gets a data set with images",
+        "rollouts with images are not tested",
+        "train on text, or use TRL's own trainer with attn_implementation='sdpa'",
+        lambda facts: facts.rolls_out_images,
+        condition="images for DistCAGRPOTrainer and DistCARLOOTrainer",
+    ),
+    Rule(
         "{0.trainer} gets a data set with images for {0.model}",
         "hf_distca does not know how many rows of features its encoder makes of an image, or its "
         "attention is not causal over images",

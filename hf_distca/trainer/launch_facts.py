@@ -129,6 +129,7 @@ def check_trainer(trainer: Any, *, packs: bool) -> None:
         trainer=type(trainer).__name__,
         is_of_trl=bool(_name_of_trl_trainer(type(trainer))),
         has_images=getattr(trainer, "_is_vision_dataset", False),
+        rolls_out_images=_rolls_out_images(trainer),
         tp_size=trainer.get_tp_size(),
         servers=args.attention_servers.count,
         accumulation=args.gradient_accumulation_steps,
@@ -141,6 +142,12 @@ def check_trainer(trainer: Any, *, packs: bool) -> None:
         **_facts_of_model(trainer),
     )
     check(TRAINER, facts)
+
+
+def _rolls_out_images(trainer: Any) -> bool:
+    """Return whether a trainer of rollouts has prompts with images."""
+    columns = getattr(trainer.train_dataset, "column_names", None) or ()
+    return hasattr(trainer, "_buffered_inputs") and not {"image", "images"}.isdisjoint(columns)
 
 
 def _facts_of_accelerator(trainer: Any) -> dict[str, Any]:

@@ -17,8 +17,14 @@ COUNTS = {"pictures on both ranks": ((2, 0, 1), (1, 3, 0)), "pictures on one": (
 
 
 def padded(family: str, counts: tuple[int, ...]) -> dict[str, torch.Tensor]:
-    """A batch as a processor makes it. Each sequence comes twice, with other last tokens."""
+    """A batch as a processor makes it. Each sequence comes with other pixels, and with other last
+    tokens, too."""
     examples = documents(family, counts)
+    examples += [
+        {**example, "pixel_values": -example["pixel_values"]}
+        for example in examples
+        if "pixel_values" in example
+    ]
     examples += [
         {**example, "input_ids": [*example["input_ids"][:-1], 7, 9]} for example in examples
     ]

@@ -117,6 +117,22 @@ def train(folder: str, case: Case, planned: bool) -> tuple[list[dict[str, float]
     return logs, weights
 
 
+def refuse_rollouts(folder: str) -> None:
+    """Give pictures to a trainer of rollouts."""
+    with launched("ddp", {}), pytest.raises(ValueError, match="gets a data set with images"):
+        hf_distca.DistCAGRPOTrainer(
+            tiny_model("qwen3_vl", "distca"),
+            reward_funcs=lambda completions, **_: [0.0] * len(completions),
+            args=hf_distca.DistCAGRPOConfig(folder, **QUIET, bf16=False, tokens_per_rank=400),
+            processing_class=processor(),
+            train_dataset=preferences([1, 1]).select_columns(["prompt", "images"]),
+        )
+
+
+def test_rollouts_with_pictures_are_refused(rank_pools, tmp_path):
+    rank_pools[1].run(refuse_rollouts, str(tmp_path))
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_as_trl_trains(rank_pools, tmp_path, name):
     case = CASES[name]

@@ -146,8 +146,10 @@ def check_trainer(trainer: Any, *, packs: bool) -> None:
 
 def _rolls_out_images(trainer: Any) -> bool:
     """Return whether a trainer of rollouts has prompts with images."""
+    if not hasattr(trainer, "_buffered_inputs"):
+        return False
     columns = getattr(trainer.train_dataset, "column_names", None) or ()
-    return hasattr(trainer, "_buffered_inputs") and not {"image", "images"}.isdisjoint(columns)
+    return not {"image", "images"}.isdisjoint(columns)
 
 
 def _facts_of_accelerator(trainer: Any) -> dict[str, Any]:

@@ -34,7 +34,6 @@ ARGUMENTS: dict[str, Any] = {
     "train_sampling_strategy": "sequential",
     "eval_strategy": "steps",
     "eval_steps": 1,
-    CHECKPOINTING: True,
 }
 FOLLOWED = ("loss", "grad_norm", "rewards/chosen", "rewards/rejected")
 
@@ -50,6 +49,7 @@ class Case:
     adapters: tuple[str, ...] = ()  # modules with LoRA
     ranks: int = 1  # of TRL's own training
     frozen: tuple[str, ...] = ()  # modules that are not trained
+    checkpoints: bool = True
     planned: Mapping[str, Any] = field(default_factory=dict)  # settings of hf_distca
 
 
@@ -63,8 +63,10 @@ CASES = {
     # TRL's gradient of the head is not that of all ranks.
     "fsdp2": Case("fsdp2", frozen=("lm_head",)),
     "zero3": Case("zero3"),
-    # TRL's checkpoints are then reentrant, and give adapters of the encoder no gradient.
-    "zero3, LoRA": Case("zero3", adapters=("q_proj", "up_proj")),
+    # TRL's checkpoints would then be reentrant, and give adapters of the encoder no gradient.
+    "zero3, LoRA": Case(
+        "zero3", adapters=("q_proj", "up_proj", "qkv", "linear_fc1"), checkpoints=False
+    ),
 }
 
 
@@ -81,7 +83,7 @@ def train(folder: str, case: Case, planned: bool) -> tuple[list[dict[str, float]
         for name in case.frozen:
             model.get_submodule(name).requires_grad_(False)
         data = case.data(list(case.counts))
-        arguments = {**ARGUMENTS}
+        arguments = {**ARGUMENTS, CHECKPOINTING: case.checkpoints}
         for name in ("train", "eval"):
             arguments[f"per_device_{name}_batch_size"] = PER_STEP // dist.get_world_size()
         if planned:

@@ -123,13 +123,15 @@ def check_trainer(trainer: Any, *, packs: bool) -> None:
         packs: whether the trainer packs documents. Otherwise it gets padded batches.
     """
     args = trainer.args
+    has_images = getattr(trainer, "_is_vision_dataset", False)
     reentrant = (checkpointing_options(args) or {}).get("use_reentrant")
     facts = SimpleNamespace(
         packs=packs,
         trainer=type(trainer).__name__,
         is_of_trl=bool(_name_of_trl_trainer(type(trainer))),
-        has_images=getattr(trainer, "_is_vision_dataset", False),
+        has_images=has_images,
         rolls_out_images=_rolls_out_images(trainer),
+        takes_images=has_images and image_model(base_model(trainer.model)) is not None,
         tp_size=trainer.get_tp_size(),
         servers=args.attention_servers.count,
         accumulation=args.gradient_accumulation_steps,
@@ -179,7 +181,6 @@ def _facts_of_model(trainer: Any) -> dict[str, Any]:
     is_fsdp2 = accelerator.is_fsdp2
     return {
         "model": type(base).__name__,
-        "takes_images": image_model(base) is not None,
         "is_adapted": is_adapted,
         "is_divided": is_divided,
         "pp_size": getattr(sizes, "pp_size", 1),

@@ -64,16 +64,17 @@ TRAINER: tuple[Rule, ...] = (
     ),
     Rule(
         "{0.trainer} gets a data set with images",
-        "padded batches travel without pixels",
+        "rollouts with images are not tested",
         "train on text, or use TRL's own trainer with attn_implementation='sdpa'",
-        lambda facts: facts.has_images and not facts.packs,
+        lambda facts: facts.rolls_out_images,
+        condition="images for DistCAGRPOTrainer and DistCARLOOTrainer",
     ),
     Rule(
         "{0.trainer} gets a data set with images for {0.model}",
         "the images of this model cannot be divided among ranks: {0.why_no_images}",
         "train on text, use TRL's own trainer with attn_implementation='sdpa', or take a "
         "model that the page Model compatibility lists with images",
-        lambda facts: facts.has_images and facts.packs and facts.why_no_images,
+        lambda facts: facts.has_images and facts.why_no_images,
         condition="images for a model that Model compatibility does not list with images",
     ),
     Rule(

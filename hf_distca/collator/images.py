@@ -176,7 +176,7 @@ def read_images(
         limits.check_document(rows, in_errors)
         tokens = rows[0]
         lengths.append(len(tokens))
-        own, runs = _images_of(example, tokens, model, in_errors)
+        own, runs = images_of(example, tokens, model, in_errors)
         own["document"] = document
         runs["image"] += count
         count += len(own)
@@ -190,10 +190,18 @@ def read_images(
     )
 
 
-def _images_of(
+def images_of(
     example: Mapping[str, Any], tokens: IntArray, model: ImageModel, name: str
 ) -> tuple[Table, Table]:
-    """Return the images of one document, and their placeholders by row."""
+    """Return the images of one document, by modality, and their placeholders by row.
+
+    Raise ValueError if the placeholders are not as many as the rows of features.
+
+    Args:
+        example: has the fields of the images.
+        tokens: [L] token ids of the document.
+        name: name of the document in errors.
+    """
     images: list[Table] = []
     placeholders: list[Table] = []
     count = 0

@@ -47,8 +47,27 @@ def plan_images(
     Returns:
         The planned images of each modality.
     """
-    features = _held_features(images, placeholders, held)
+    features = held_features(images, placeholders, held)
     encoders = choose_encoders(images["cost"], features, ranks)
+    return by_modality(images, features, encoders, modalities, always)
+
+
+def by_modality(
+    images: Table,
+    features: Table,
+    encoders: IntArray,
+    modalities: Sequence[str],
+    always: Collection[str],
+) -> dict[str, PlannedImages]:
+    """Return the planned images of each modality.
+
+    Args:
+        images: of dtype IMAGE.
+        features: of dtype FEATURES, by rank and row, with the number of the image in `images`.
+        encoders: [images] rank that encodes each.
+        modalities: names of the modalities, by their number in `images`.
+        always: modalities that are planned in a micro-batch without them, too.
+    """
     planned: dict[str, PlannedImages] = {}
     for number, modality in enumerate(modalities):
         members = np.flatnonzero(images["modality"] == number)
@@ -97,7 +116,7 @@ def choose_encoders(costs: FloatArray, features: Table, ranks: int) -> IntArray:
     return encoders
 
 
-def _held_features(images: Table, placeholders: Table, held: Table) -> Table:
+def held_features(images: Table, placeholders: Table, held: Table) -> Table:
     """Return the features of each rank's placeholders in the order of its rows; offsets are 0."""
     documents = images["document"][placeholders["image"]]
     firsts = np.searchsorted(documents, held["sequence"], side="left")

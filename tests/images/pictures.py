@@ -65,32 +65,29 @@ def processor() -> PictureProcessor:
     return PictureProcessor(images, tokenizer, chat_template=CONTENT + TEMPLATE)
 
 
+def says(draw: np.random.Generator, role: str, most: int) -> dict[str, str]:
+    """A message of fewer than `most` words."""
+    words = draw.integers(3, 90, int(draw.integers(2, most)))
+    return {"role": role, "content": " ".join(f"w{word}" for word in words)}
+
+
+def picture(draw: np.random.Generator) -> Image.Image:
+    """A picture of noise."""
+    height, width = (draw.integers(1, 5, 2) * 2 * SIDE).tolist()
+    return Image.fromarray(draw.integers(0, 255, (height, width, 3), dtype=np.uint8))
+
+
 def chats(counts: list[int]) -> datasets.Dataset:
     """Chats with these numbers of pictures of different sizes; the same every time."""
     draw = np.random.default_rng(3)
-
-    def says(role: str, most: int) -> dict[str, str]:
-        words = draw.integers(3, 90, int(draw.integers(2, most)))
-        return {"role": role, "content": " ".join(f"w{word}" for word in words)}
-
-    def picture() -> Image.Image:
-        height, width = (draw.integers(1, 5, 2) * 2 * SIDE).tolist()
-        return Image.fromarray(draw.integers(0, 255, (height, width, 3), dtype=np.uint8))
-
     rows = [
         {
-            "messages": [says("user", 9), says("assistant", 30)],
-            "images": [picture() for _ in range(count)],
+            "messages": [says(draw, "user", 9), says(draw, "assistant", 30)],
+            "images": [picture(draw) for _ in range(count)],
         }
         for count in counts
     ]
-    features = datasets.Features(
-        {
-            "messages": [{"role": datasets.Value("string"), "content": datasets.Value("string")}],
-            "images": [datasets.Image()],
-        }
-    )
-    return datasets.Dataset.from_list(rows, features=features)
+    return datasets.Dataset.from_list(rows, features=_features("messages"))
 
 
 def prompts(counts: list[int]) -> datasets.Dataset:
@@ -98,4 +95,34 @@ def prompts(counts: list[int]) -> datasets.Dataset:
     return chats(counts).map(
         lambda row: {"prompt": row["messages"][:-1], "completion": row["messages"][-1:]},
         remove_columns="messages",
+    )
+
+
+def preferences(counts: list[int]) -> datasets.Dataset:
+    """Questions about these numbers of pictures with two answers, one of them better."""
+    draw = np.random.default_rng(4)
+    rows = [
+        {
+            "prompt": [says(draw, "user", 9)],
+            "chosen": [says(draw, "assistant", 30)],
+            "rejected": [says(draw, "assistant", 12)],
+            "images": [picture(draw) for _ in range(count)],
+        }
+        for count in counts
+    ]
+    return datasets.Dataset.from_list(rows, features=_features("prompt", "chosen", "rejected"))
+
+
+def judged(counts: list[int]) -> datasets.Dataset:
+    """The same questions with one answer, wanted or not."""
+    rows = preferences(counts).rename_columns({"chosen": "completion"})
+    wanted = [number % 2 == 0 for number in range(len(counts))]
+    return rows.remove_columns("rejected").add_column("label", wanted)
+
+
+def _features(*messages: str) -> datasets.Features:
+    """Columns of messages, and of pictures."""
+    message = {"role": datasets.Value("string"), "content": datasets.Value("string")}
+    return datasets.Features(
+        {**{name: [message] for name in messages}, "images": [datasets.Image()]}
     )

@@ -499,6 +499,25 @@ def prefix_plans() -> Rows:
         yield kind, *rows, *planning, *(f"{counts[name]:.0f}" for name in gathering)
 
 
+@table_of("encoder_balance")
+def encoder_balance() -> Rows:
+    """Work of encoders, by number of ranks and by who encodes an image."""
+    figures = (
+        *("patches, busiest over mean", "work, busiest over mean"),
+        *("busiest, s", "travelling, GB", "pixels read by the busiest rank, GB"),
+    )
+    yield (
+        "ranks",
+        "images encoded",
+        *("patches, busiest over mean", "work, busiest over mean", "busiest encoder, s"),
+        *("features that travel, GB", "pixels read by the busiest rank, GB"),
+    )
+    for ranks, strategies in result("encoder_balance")["ranks"].items():
+        for name, found in strategies.items():
+            spreads = (found[figure] for figure in figures)
+            yield ranks, name, *(f"{of['mean']:.2f} ({of['worst']:.2f})" for of in spreads)
+
+
 @table_of("targets")
 def targets() -> Rows:
     yield "targets, turns of a session", "median", "most"

@@ -101,8 +101,25 @@ class Batch:
         "a packed batch takes only integers of that shape, one for each token",
         f"leave {{name}} out, {UNPACKED}",
         condition=(
-            "images and other inputs that are not one integer for each token, beside a padded batch"
+            "inputs that are not one integer for each token beside a padded batch, such as images "
+            "for a model whose encoder hf_distca does not know"
         ),
+    )
+    IMAGES_TOGETHER = Refusal(
+        "a padded batch has images and {sequences} sequences",
+        "it is not known how many placeholders each image of this model has, so that no one can "
+        "say of which sequence an image is",
+        "take a model of the Qwen-VL, GLM-V, InternVL, LLaVA or Mistral families, or pack the "
+        "documents with DistCASFTTrainer",
+        condition="padded batches of images whose numbers of placeholders are not known",
+    )
+    CUT_IMAGE = Refusal(
+        "an image of sequence {sequence} of a padded batch has more rows of features than the "
+        "sequence has placeholders left",
+        "its other rows would replace placeholders of the next sequence",
+        "make input_ids and pixels by one call of the model's processor, and do not truncate "
+        "input_ids",
+        condition="an image whose placeholders lie in two sequences of a padded batch",
     )
     OTHER_OUTPUT = Refusal(
         "the model returns a tensor of the shape {found} for {rows} packed rows",

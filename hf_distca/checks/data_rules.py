@@ -128,6 +128,38 @@ class Data:
             "a name, a class or a processor of images as `processing_class`, with data of text"
         ),
     )
+    # Images
+    PLACEHOLDERS = Refusal(
+        "{name} has {placeholders} tokens of the id {token}, and {images} {modality}s with {rows} "
+        "rows of features",
+        "each row of features replaces one such token",
+        "make input_ids and pixels by one call of the model's processor, and do not truncate "
+        "input_ids",
+        condition="placeholders of images that do not fit the images of the document",
+    )
+    MISSING_IMAGE_FIELD = Refusal(
+        "{name} has images in {given} and no {missing}",
+        "the model's encoder takes all of them",
+        "give the document all that the model's processor returns",
+        condition="a document with pixels and without another field that the encoder takes",
+    )
+    NOT_PROCESSED = Refusal(
+        "document {index} of {name} cannot be read or processed ({why})",
+        "its text and its images make one document",
+        "mend it or leave it out; {name}[{index}] reads it alone",
+        condition="a picture that is missing or broken, or that the processor refuses",
+    )
+    STREAM_OF_IMAGES = Refusal(
+        "{name} is a stream of documents with images",
+        "plans need the images of a whole micro-batch, and a rank reads its own part of a stream",
+        "load the data set without streaming=True",
+    )
+    CUT_IMAGES = Refusal(
+        "{name} has images and {length} tokens, more than {limit} ({capacity})",
+        "a document with images is not cut",
+        "raise tokens_per_rank, or leave such documents out",
+        condition="a document with images that `long_documents` would cut",
+    )
     # Data sets of tokens
     NOT_A_ROW = Refusal(
         "{name} is of the type {kind}",

@@ -64,9 +64,18 @@ TRAINER: tuple[Rule, ...] = (
     ),
     Rule(
         "{0.trainer} gets a data set with images",
-        "plans divide only text among ranks, not pixels",
+        "rollouts with images are not tested",
         "train on text, or use TRL's own trainer with attn_implementation='sdpa'",
-        lambda facts: facts.has_images,
+        lambda facts: facts.rolls_out_images,
+        condition="images for DistCAGRPOTrainer and DistCARLOOTrainer",
+    ),
+    Rule(
+        "{0.trainer} gets a data set with images for {0.model}",
+        "the images of this model cannot be divided among ranks: {0.why_no_images}",
+        "train on text, use TRL's own trainer with attn_implementation='sdpa', or take a "
+        "model that the page Model compatibility lists with images",
+        lambda facts: facts.has_images and facts.why_no_images,
+        condition="images for a model that Model compatibility does not list with images",
     ),
     Rule(
         "{0.trainer} runs with tensor parallelism (tp_size={0.tp_size})",

@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -19,10 +19,12 @@ from hf_distca.collator.documents import (
     is_stored,
     token_document,
 )
+from hf_distca.collator.images import DocumentImages, encoded_inputs
 from hf_distca.collator.sampler import GlobalMicroBatch
 from hf_distca.plan import PLAN_KEY, MicroBatchPlan
 from hf_distca.plan.arrays import IntArray, Table
 from hf_distca.plan.intervals import rounds_of
+from hf_distca.planner.images import plan_images
 from hf_distca.planner.prefixes import SequencePaths
 from hf_distca.planner.sequences import NO_SEQUENCE, PlannedSequences, on_rank, plan_sequences
 from hf_distca.planner.settings import PlanSettings
@@ -45,6 +47,9 @@ class PlannedDocuments:
     spans: Table  # [spans] of dtype SPAN
     # Whole documents from `token_document`, by index in the data set.
     documents: dict[int, IntArray]
+    # [3, L] or [L] of whole documents by index; empty if positions are numbers of rows.
+    positions: dict[int, IntArray] = field(default_factory=dict)
+    encoded: dict[str, torch.Tensor] = field(default_factory=dict)  # inputs of this rank's encoders
 
     @property
     def plan(self) -> MicroBatchPlan:
@@ -73,6 +78,7 @@ class RankDocuments(Dataset[PlannedDocuments]):
     columns: Columns = ANY_COLUMNS
     name: str = A_DATASET  # in errors
     prefixes: DatasetPrefixes | None = None  # None: no prefix sharing
+    images: DocumentImages | None = None  # of the data set; None if it has text alone
 
     def __post_init__(self) -> None:
         dataset = self.dataset
@@ -100,22 +106,64 @@ class RankDocuments(Dataset[PlannedDocuments]):
             settings = replace(settings, costs=micro_batch.costs)
         paths = self._paths(micro_batch) or SequencePaths.unshared(lengths)
         sequences = plan_sequences(paths, lengths, settings)
-        # 2. Read the documents of which this rank holds rows.
+        images = None
+        if self.images is not None:
+            images = self.images.of_documents(spans["document"])
+            sequences = self._with_images(sequences, images)
+        # 2. Read the documents of which this rank holds rows, or encodes images.
         used = on_rank(sequences.rank_rows, self.rank)["sequence"]
         used = used[used != NO_SEQUENCE]
         if sequences.shared_rows:
             used = np.append(used, on_rank(sequences.sequence_tokens, self.rank)["sequence"])
-        indices = np.unique(spans["document"][used]).tolist()
-        if hasattr(self.dataset, "__getitems__"):  # one batched read
-            examples = self.dataset.__getitems__(indices)
-        else:
-            examples = [self.dataset[index] for index in indices]
+        used_indices = np.unique(spans["document"][used]).tolist()
+        encoded = np.zeros(0, np.int64)
+        if images is not None:
+            encoded = images.encoded_by(sequences.plans[0].images or {}, self.rank)
+        indices = np.union1d(used_indices, spans["document"][encoded]).astype(int).tolist()
+        examples = self._read(indices)
         documents: dict[int, IntArray] = {}
-        for index, example in zip(indices, examples, strict=True):
-            document = token_document(example, f"document {index} of {self.name}", self.columns)
+        for index in used_indices:
+            name = f"document {index} of {self.name}"
+            document = token_document(examples[index], name, self.columns)
             check_planned_length(document, self.lengths[index], index, self.name)
             documents[index] = document
-        return PlannedDocuments(sequences, spans, documents)
+        if images is None:
+            return PlannedDocuments(sequences, spans, documents)
+        # 3. Positions of its rows, and inputs of its encoders.
+        return PlannedDocuments(
+            sequences,
+            spans,
+            documents,
+            {
+                index: images.model.positions(tokens, examples[index])
+                for index, (tokens, _) in documents.items()
+            },
+            encoded_inputs(
+                images,
+                sequences.plans[0].images or {},
+                self.rank,
+                {number: examples[spans["document"][number]] for number in encoded.tolist()},
+            ),
+        )
+
+    def _read(self, indices: list[int]) -> dict[int, Any]:
+        """Return the examples of some documents, by index."""
+        if hasattr(self.dataset, "__getitems__"):  # one batched read
+            return dict(zip(indices, self.dataset.__getitems__(indices), strict=True))
+        return {index: self.dataset[index] for index in indices}
+
+    def _with_images(self, sequences: PlannedSequences, images: DocumentImages) -> PlannedSequences:
+        """Return a planned micro-batch with the ranks that encode its images."""
+        planned = plan_images(
+            images.images,
+            images.placeholders,
+            sequences.rank_rows,
+            self.settings.ranks,
+            [modality.name for modality in images.model.modalities],
+            images.always,
+        )
+        (plan,) = sequences.plans
+        return replace(sequences, plans=(replace(plan, images=planned),))
 
     def _paths(self, micro_batch: GlobalMicroBatch) -> SequencePaths | None:
         """Return the paths of a micro-batch's spans; None if the spans share no row."""
@@ -185,17 +233,31 @@ class DistCACollator:
             )
         (planned,) = features
         parts: list[tuple[int, IntArray]] = []
+        positions: list[IntArray] = []
         for entry in on_rank(planned.sequences.rank_rows, self.rank):
-            start, span = int(entry["start"]), int(entry["sequence"])
+            start, stop, span = int(entry["start"]), int(entry["stop"]), int(entry["sequence"])
             if span == NO_SEQUENCE:
                 rows = np.array([[self.filler_token_id], [IGNORED_TARGET]])
             else:
-                rows = planned.rows(span)[:, start : entry["stop"]]
+                rows = planned.rows(span)[:, start:stop]
+                if planned.positions:
+                    index = int(planned.spans["document"][span])
+                    positions.append(planned.positions[index][..., start:stop])
             parts.append((start, rows))
         batch: dict[str, Any] = rows_batch(parts)
         if planned.sequences.shared_rows:
             batch |= shared_targets(planned, self.rank)
-        return {**batch, PLAN_KEY: planned.plan}
+        if positions:
+            batch["position_ids"] = _position_ids(positions, batch["input_ids"].shape[1])
+        return {**batch, **planned.encoded, PLAN_KEY: planned.plan}
+
+
+def _position_ids(parts: Sequence[IntArray], rows: int) -> torch.Tensor:
+    """Return [1, rows] or [3, 1, rows] positions; those of a filler are 0."""
+    positions = np.concatenate(parts, axis=-1)
+    fillers = rows - positions.shape[-1]
+    filled = np.pad(positions, [(0, 0)] * (positions.ndim - 1) + [(0, fillers)])
+    return torch.from_numpy(np.ascontiguousarray(filled[..., None, :]))
 
 
 def shared_targets(planned: PlannedDocuments, rank: int) -> dict[str, Any]:

@@ -29,6 +29,8 @@ A_DATASET = "the data set"
 """Name of a data set in errors, where the caller gives none."""
 FINGERPRINT_DOCUMENTS = 64
 """Number of documents whose tokens enter a fingerprint."""
+TOKEN_TYPES = "mm_token_type_ids"
+"""Column that processors make beside fields of images: which tokens are placeholders."""
 TABLES = ("pandas", "polars", "pyarrow")
 """Packages of tables, which give columns where a data set gives documents."""
 
@@ -43,10 +45,12 @@ class Columns:
     Attributes:
         length: name of the length column.
         model_inputs: names of the columns that the model takes; None takes any column for one.
+        images: names of the columns with fields of images.
     """
 
     length: str = "length"
     model_inputs: frozenset[str] | None = None
+    images: frozenset[str] = frozenset()
 
     def used(self, present: Iterable[str], name: str = A_DATASET) -> list[str]:
         """Return the columns of a data set that are used.
@@ -60,7 +64,10 @@ class Columns:
         columns = list(present)
         if "input_ids" not in columns:
             raise Data.NO_TOKENS.error(name=name, columns=sorted(columns))
-        packed_columns = {"input_ids", "labels", "attention_mask", self.length}
+        packed_columns = {"input_ids", "labels", "attention_mask", self.length, *self.images}
+        if self.images:
+            # Types of tokens follow from the tokens.
+            columns = [column for column in columns if column != TOKEN_TYPES]
         if self.model_inputs is not None:
             taken_columns = packed_columns | self.model_inputs
             columns = [column for column in columns if column in taken_columns]

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from hf_distca.dispatch.exchange import Exchange, Route, bound_route
+from hf_distca.dispatch.features import BoundImages
 from hf_distca.dispatch.host_copies import OffloadedForward
 from hf_distca.dispatch.kept_results import KeptResults
 from hf_distca.dispatch.recorder import NO_ROWS, Recorder, Rows
@@ -459,6 +460,7 @@ class BoundPlan:
             nano-batch run.
         target_rows: rows of the targets, in parts in each of which a row comes once; None if each
             row has one target.
+        images: travel of features to placeholders, by modality; empty without images.
     """
 
     def __init__(
@@ -475,6 +477,7 @@ class BoundPlan:
         self.ran = Ran()
         self.pause: Callable[[], None] = lambda: None
         self.target_rows: list[Tensor] | None = None
+        self.images: dict[str, BoundImages] = {}
         self.kept_results = KeptResults() if kept_results is None else kept_results
         nano_batches = plan.nano_batches
         buffer = IndexBuffer(runtime.device) if buffer is None else buffer

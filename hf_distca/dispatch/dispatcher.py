@@ -13,6 +13,7 @@ from hf_distca.batches.packed import REPLACED_BY_PLAN, checked_document_lengths,
 from hf_distca.checks.refusal import RefusedError
 from hf_distca.dispatch.bound import BoundPlan, Runtime
 from hf_distca.dispatch.exchange import Exchange
+from hf_distca.dispatch.features import BoundImages
 from hf_distca.dispatch.host_copies import ActivationOffload, OffloadedForward
 from hf_distca.dispatch.process_groups import EXCHANGE_CTAS, Groups, RankMesh, first_difference
 from hf_distca.dispatch.recorder import Recorder
@@ -156,7 +157,10 @@ class Dispatcher:
         runtime = Runtime(
             self.device, self.exchange, self.kernel, self.recorder, remote, offload=offload
         )
-        return BoundPlan(plan, self.groups.rank, runtime)
+        bound = BoundPlan(plan, self.groups.rank, runtime)
+        for modality, images in (plan.images or {}).items():
+            bound.images[modality] = BoundImages(images, self.groups, self.device)
+        return bound
 
     def plan_lengths(
         self, micro_batches: Sequence[Sequence[int]], at_least: int = 0

@@ -19,13 +19,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hf_distca.batches.images import ImageModel
 from hf_distca.batches.limits import Limits
 from hf_distca.checks.batch_rules import Batch
 from hf_distca.dispatch.bound import BoundPlan
 from hf_distca.dispatch.dispatcher import Dispatcher
+from hf_distca.dispatch.padded_images import PaddedImages
 from hf_distca.dispatch.process_groups import Groups
 from hf_distca.plan.arrays import IntArray, Table
 from hf_distca.plan.intervals import expand, rounds_of, row_counts
+from hf_distca.planner.given_images import GivenImages
 from hf_distca.planner.padding import NO_RANK, PlannedPadding, plan_padded
 from hf_distca.planner.prefixes import Hashes, hashes_of
 from hf_distca.planner.sequences import on_rank
@@ -39,12 +42,31 @@ same lengths."""
 class PaddedBatch:
     """A padded batch of B sequences with at most L tokens."""
 
-    columns: dict[str, Tensor]  # [B, L] `input_ids` and other integers of each token, by name
+    columns: dict[str, Tensor]
+    """[B, L] `input_ids` and other integers of each token, by name; positions: [axes, B, L]"""
     mask: Tensor  # [B, L], 0 for padding
+    images: PaddedImages | None = None  # None for a model that takes no images
+
+    def integers(self) -> Tensor:
+        """Return [F, C] the integers of each token."""
+        parts = [torch.atleast_2d(column.flatten(-2)) for column in self.columns.values()]
+        return torch.cat(parts).T
+
+    def inputs(self, rows_NC: Tensor) -> dict[str, Tensor]:
+        """Return the inputs of the model by name, [1, N] or [axes, 1, N], given N tokens."""
+        inputs = {}
+        first = 0
+        for name, column in self.columns.items():
+            leading = column.shape[:-2]
+            stop = first + leading.numel()
+            inputs[name] = rows_NC[:, first:stop].T.reshape(*leading, 1, -1)
+            first = stop
+        return inputs
 
 
-SequenceSummary = tuple[tuple[int, ...], tuple[Hashes, ...] | None]
-"""Lengths of a rank's sequences, and their hashes with prefix sharing."""
+SequenceSummary = tuple[tuple[int, ...], tuple[Hashes, ...] | None, GivenImages | None]
+"""Lengths of a rank's sequences, their hashes with prefix sharing, and their images if the model
+takes any."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,11 +76,12 @@ class Sequences:
     firsts: IntArray  # [B] column of each sequence's first token
     lengths: IntArray  # [B] number of tokens of each sequence
     hashes: tuple[Hashes, ...] | None = None  # of each sequence, with prefix sharing
+    images: GivenImages | None = None
 
     @property
     def summary(self) -> SequenceSummary:
-        """Lengths and hashes, from which every rank makes the same plans."""
-        return tuple(self.lengths.tolist()), self.hashes
+        """Lengths, hashes and images, from which every rank makes the same plans."""
+        return tuple(self.lengths.tolist()), self.hashes, self.images
 
 
 def read_sequences(
@@ -74,9 +97,10 @@ def read_sequences(
     """
     input_ids_BL = batch.columns["input_ids"]
     mask_BL = batch.mask
+    images = None if batch.images is None else batch.images.summary
     if mask_BL.numel() == 0:
         nothing = np.zeros(len(mask_BL), np.int64)
-        return Sequences(nothing, nothing, () if share_prefixes else None)
+        return Sequences(nothing, nothing, () if share_prefixes else None, images)
     # 1. Figures of each sequence, read from the device in one copy.
     is_token_BL = mask_BL != 0
     columns = is_token_BL.shape[1]
@@ -106,16 +130,19 @@ def read_sequences(
     longest = int(lengths.argmax())
     limits.check_length(int(lengths[longest]), f"sequence {longest} of a padded batch")
     hashes = _hashes(batch, firsts, lengths) if share_prefixes else None
-    return Sequences(firsts, lengths, hashes)
+    return Sequences(firsts, lengths, hashes, images)
 
 
 def _hashes(batch: PaddedBatch, firsts: IntArray, lengths: IntArray) -> tuple[Hashes, ...]:
-    """Return the hashes of each sequence, which depend on all integers of its tokens."""
-    tokens_BLC = torch.stack(list(batch.columns.values()), -1).cpu().numpy()
-    return tuple(
-        hashes_of(tokens_LC[first : first + length])
-        for tokens_LC, first, length in zip(tokens_BLC, firsts, lengths, strict=True)
-    )
+    """Return the hashes of each sequence, which depend on all integers and images of its tokens."""
+    tokens_BLC = batch.integers().unflatten(0, batch.mask.shape).cpu().numpy()
+    hashes = []
+    for number, (first, length) in enumerate(zip(firsts.tolist(), lengths.tolist(), strict=True)):
+        tokens_LC = tokens_BLC[number, first : first + length]
+        if batch.images is not None:
+            tokens_LC = np.column_stack([tokens_LC, batch.images.marks(number, length)])
+        hashes.append(hashes_of(tokens_LC))
+    return tuple(hashes)
 
 
 @dataclass(frozen=True, eq=False)
@@ -298,8 +325,8 @@ class PackedBatch:
     """A rank's part in the planned micro-batches of padded batches.
 
     Attributes:
-        micro_batches: of each, the inputs of the model by name, [1, rows] int64, and its bound
-            plan.
+        micro_batches: of each, the inputs of the model by name, [1, rows] int64 and those of
+            encoders, and its bound plan.
     """
 
     micro_batches: list[tuple[dict[str, Tensor], BoundPlan]]
@@ -333,6 +360,9 @@ class PaddedBatches:
         count: is called with each batch that a model is about to train on.
         at_once: why a batch that a model trains on must be one micro-batch; None if it need not.
         share_prefixes: whether to compute an equal prefix of sequences once.
+        image_model: how the model takes images; None if it takes none.
+        always_encodes: whether ranks encode fillers in micro-batches without images. ZeRO-3 would
+            take the last gradient of an encoder again that gets none.
     """
 
     def __init__(
@@ -342,8 +372,14 @@ class PaddedBatches:
         *,
         at_once: OneMicroBatch | None = None,
         share_prefixes: bool = False,
+        image_model: ImageModel | None = None,
+        always_encodes: bool = False,
     ) -> None:
         self._share_prefixes = share_prefixes
+        self.image_model = image_model
+        self._always: tuple[str, ...] = ()
+        if image_model is not None and always_encodes:
+            self._always = (image_model.modalities[0].name,)
         self.dispatcher = dispatcher
         self._count = count
         self._at_once = at_once
@@ -404,17 +440,16 @@ class PaddedBatches:
         ((batch, sequences),) = batch_of_rank
         # 2. Send the columns of the padded batch to the ranks that compute their rows.
         travel = RowTravel(planned, sequences, batch.mask.shape, groups, batch.mask.device)
-        rows_NC = travel.to_rank(
-            torch.stack([column_BL.flatten() for column_BL in batch.columns.values()], 1)
-        )
+        rows_NC = travel.to_rank(batch.integers())
         # 3. Divide the rows that have arrived among the micro-batches, and bind their plans.
         sizes = travel.rows_of_micro_batches.tolist()
         micro_batches = []
-        for plan, part_NC in zip(planned.sequences.plans, rows_NC.split(sizes), strict=True):
-            inputs = {
-                name: part_NC[None, :, index].contiguous()
-                for index, name in enumerate(batch.columns)
-            }
+        for number, part_NC in enumerate(rows_NC.split(sizes)):
+            plan = planned.sequences.plans[number]
+            inputs = batch.inputs(part_NC)
+            if batch.images is not None and plan.images:
+                encoded = planned.images[number]
+                inputs |= batch.images.inputs(encoded, plan.images, batch.mask.device)
             micro_batches.append((inputs, self.dispatcher.bind(plan)))
         return PackedBatch(micro_batches, travel)
 
@@ -451,10 +486,12 @@ class PaddedBatches:
         key = sequences_of_ranks, has_backward or settings.costs is None
         planned = self._plans.pop(key, None)
         if planned is None:
-            lengths = [lengths for lengths, _ in sequences_of_ranks]
-            hashes = [hashes for _, hashes in sequences_of_ranks if hashes is not None]
+            lengths = [lengths for lengths, _, _ in sequences_of_ranks]
+            hashes = [hashes for _, hashes, _ in sequences_of_ranks if hashes is not None]
+            images = [images for _, _, images in sequences_of_ranks if images is not None]
+            hashes_of_ranks = hashes if self._share_prefixes else None
             planned = self._planner.submit(
-                plan_padded, lengths, settings, hashes if self._share_prefixes else None
+                plan_padded, lengths, settings, hashes_of_ranks, images, self._always
             )
         self._plans[key] = planned
         if len(self._plans) > self._plans_kept:

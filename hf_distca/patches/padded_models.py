@@ -14,17 +14,22 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+from transformers.utils.generic import ModelOutput
 
 from hf_distca.checks.batch_rules import Batch
 from hf_distca.checks.refusal import given_as
+from hf_distca.collator.documents import TOKEN_TYPES
 from hf_distca.dispatch.padded_rows import PackedBatch, PaddedBatch, PaddedBatches
 from hf_distca.models.decoder import backbone, base_model, stock_forward
+from hf_distca.patches.image_inputs import read_padded_images
 from hf_distca.patches.modules import subclass, uncompiled
 from hf_distca.patches.offload import wrap_checkpoints
 from hf_distca.plan import PLAN_KEY
 
 NOT_PER_TOKEN = ("cache_position",)
 """Arguments that only number the columns of a batch."""
+NOT_OF_TOKENS = ("image_hidden_states", "rope_deltas")
+"""Outputs of models that take images: features of the images, and a figure of each sequence."""
 INTEGERS = (torch.int64, torch.int32, torch.bool)
 """Dtypes of what a model may be told about each token."""
 
@@ -57,7 +62,7 @@ def plan_ahead(model: nn.Module, batches: Sequence[dict[str, Tensor]]) -> None:
         batches: `input_ids` and `attention_mask` [B, L] of each batch.
     """
     packed: Any = backbone(base_model(model))
-    packed.batches.plan_ahead(lambda: [_padded_batch(batch) for batch in batches])
+    packed.batches.plan_ahead(lambda: [packed.padded_batch(batch) for batch in batches])
 
 
 class _Generating:
@@ -127,7 +132,7 @@ class PackedBackbone(nn.Module):
             for name, value in arguments.items()
             if value is not None and not _is_of_tokens(value)
         }
-        packed = self.batches.pack(lambda: _padded_batch(arguments))
+        packed = self.batches.pack(lambda: self.padded_batch(arguments))
         if self.training and torch.is_grad_enabled():
             self.batches.see_trained(packed)
         if may_cache:
@@ -137,6 +142,21 @@ class PackedBackbone(nn.Module):
             wrap_checkpoints(self, plan)
             results.append(forward(**inputs, **other_arguments, **{PLAN_KEY: plan}))
         return _padded_result(results, packed)
+
+    def padded_batch(self, arguments: dict[str, Any]) -> PaddedBatch:
+        """Return the padded batch among the arguments, with its images if the model takes any."""
+        model = self.batches.image_model
+        if model is None:
+            return _padded_batch(arguments)
+        # Types of tokens follow from the tokens.
+        others = {*model.fields, TOKEN_TYPES}
+        batch = _padded_batch({k: v for k, v in arguments.items() if k not in others})
+        rank = self.batches.dispatcher.groups.rank
+        images, positions_ABL = read_padded_images(arguments, model, batch.mask, rank)
+        columns = dict(batch.columns)
+        if positions_ABL is not None and arguments.get("position_ids") is None:
+            columns["position_ids"] = positions_ABL
+        return PaddedBatch(columns, batch.mask, images)
 
 
 def _is_padded_batch(arguments: dict[str, Any]) -> bool:
@@ -181,6 +201,7 @@ def _padded_batch(arguments: dict[str, Any]) -> PaddedBatch:
 
 def _padded_result(results: list[Any], packed: PackedBatch) -> Any:
     """Return the outputs of all micro-batches as one output for the padded batch."""
+    results = [_of_tokens(result) for result in results]
     outputs: list[list[Tensor]] = []  # of each micro-batch, [rows, ...]
     for result, (_, plan) in zip(results, packed.micro_batches, strict=True):
         if plan.ran.attentions == 0:
@@ -203,6 +224,13 @@ def _padded_result(results: list[Any], packed: PackedBatch) -> Any:
         return rows_F.unflatten(0, shape) if _has_batch(leaf, rows) else rows_F
 
     return tree_unflatten([padded(leaf) for leaf in leaves], structure)
+
+
+def _of_tokens(result: Any) -> Any:
+    """Return the output of a backbone without what has no row for each token."""
+    if not isinstance(result, ModelOutput):
+        return result
+    return type(result)(**{k: v for k, v in result.items() if k not in NOT_OF_TOKENS})
 
 
 def _has_batch(output: Tensor, rows: int) -> bool:

@@ -48,6 +48,7 @@ def prepare_model(model: "PreTrainedModel", run: "RunSpec") -> None:
     from hf_distca.models.loading import plan_attention
     from hf_distca.patches.attention import PREPARED, distca_attention, distca_mask
     from hf_distca.patches.chunked_mlp import chunk_layers
+    from hf_distca.patches.encoders import plan_encoders
     from hf_distca.patches.head import plan_head
     from hf_distca.patches.layers import plan_layers
     from hf_distca.patches.rotary import plan_rotary
@@ -56,6 +57,7 @@ def prepare_model(model: "PreTrainedModel", run: "RunSpec") -> None:
         setattr(module, PREPARED, True)
     register(distca_attention, distca_mask)  # already imported: register them directly
     plan_attention(model)
+    plan_encoders(model)
     plan_rotary(model)  # before the layers, which may own rotary embeddings
     if run.plans.may_ping_pong or mixing_layers(model):
         plan_layers(model)

@@ -2,6 +2,7 @@
 
 from .data import (
     ATTENTION_NAME,
+    FEATURES,
     PLAN_KEY,
     SEGMENT,
     TASK,
@@ -14,11 +15,13 @@ from .data import (
     NanoBatch,
     Plan,
     PlanChoice,
+    PlannedImages,
     PlanSummary,
 )
 
 __all__ = [
     "ATTENTION_NAME",
+    "FEATURES",
     "PLAN_KEY",
     "SEGMENT",
     "TASK",
@@ -32,4 +35,5 @@ __all__ = [
     "Plan",
     "PlanChoice",
     "PlanSummary",
+    "PlannedImages",
 ]

@@ -3,7 +3,7 @@
 A plan is a deterministic function of document lengths and settings, the same on every rank.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
@@ -219,6 +219,29 @@ class PlanChoice:
     packed_seconds: float = 0.0  # of the same documents packed in order, with their exchanges
 
 
+FEATURES = np.dtype([(name, np.int64) for name in ("image", "start", "stop", "rank", "offset")])
+"""Rows [start, stop) of an image's features, whose placeholders a rank holds. `offset` is the first
+of these placeholders among all that the rank holds."""
+
+
+@dataclass(frozen=True, eq=False)
+class PlannedImages:
+    """Images of one modality in a micro-batch: which rank encodes each, and where features go.
+
+    An encoder makes features of an image, one row for each of its placeholders among the tokens.
+    The rank that encodes an image need not hold its placeholders. A rank encodes its images in the
+    order of their numbers.
+    """
+
+    rows: IntArray  # [images] rows of features of each
+    encoders: IntArray  # [images] rank that encodes each
+    features: Table  # of dtype FEATURES, by (rank, offset)
+
+    def encoded_by(self, rank: int) -> IntArray:
+        """Return the images that a rank encodes."""
+        return np.flatnonzero(self.encoders == rank)
+
+
 @dataclass(frozen=True, eq=False)
 class MicroBatchPlan:
     """Plan of one global micro-batch, the same on every rank.
@@ -232,6 +255,8 @@ class MicroBatchPlan:
     fillers: int = 0  # documents of one token that only keep ranks without rows in the exchanges
     choice: PlanChoice | None = None  # None if the settings left no choice
     shared_rows: int = 0  # tokens that prefix sharing does not compute again
+    # By modality, such as "image": what ranks encode; None if the micro-batch has text alone.
+    images: Mapping[str, PlannedImages] | None = None
 
     @property
     def tokens(self) -> IntArray:

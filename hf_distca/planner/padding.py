@@ -3,13 +3,14 @@
 The sequences of all ranks are the sequences of one or several planned micro-batches.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from hf_distca.checks.batch_rules import Batch
 from hf_distca.plan.arrays import IntArray, Table
+from hf_distca.planner.given_images import GivenImages, plan_given_images
 from hf_distca.planner.prefixes import Hashes, SequencePaths, share_prefixes
 from hf_distca.planner.sequences import (
     TOKENS,
@@ -35,6 +36,7 @@ class PlannedPadding:
     sequences: PlannedSequences
     sources: IntArray  # [sequences] the rank whose batch has each one
     indices: IntArray  # [sequences] its index in the batch of that rank
+    images: tuple[Table, ...] = ()  # of each micro-batch those that ranks encode, of dtype IMAGE
 
     def travelling(self, tokens: Table) -> Table:
         """Return tokens of sequences as entries of dtype TRAVELLING."""
@@ -50,6 +52,8 @@ def plan_padded(
     lengths_of_ranks: Sequence[Sequence[int]],
     settings: PlanSettings,
     hashes_of_ranks: Sequence[Sequence[Hashes]] | None = None,
+    images_of_ranks: Sequence[GivenImages] = (),
+    always: Collection[str] = (),
 ) -> PlannedPadding:
     """Plan the micro-batches for sequences of [ranks] lengths each.
 
@@ -57,6 +61,8 @@ def plan_padded(
 
     Args:
         hashes_of_ranks: of each sequence of each rank; None without prefix sharing.
+        images_of_ranks: images of each rank's batch; empty for models without images.
+        always: modalities that are planned in a micro-batch without them, too.
 
     Raises:
         ValueError: A sequence has more tokens than all ranks, or one rank where documents stay
@@ -83,4 +89,8 @@ def plan_padded(
         hashes = [hashes_of_ranks[rank][index] for rank, index, _ in sequences]
         paths = share_prefixes(lengths.tolist(), hashes, capacity)
     micro_batches = even_micro_batches(paths.trees, settings)
-    return PlannedPadding(plan_sequences(paths, lengths, settings, micro_batches), sources, indices)
+    planned = plan_sequences(paths, lengths, settings, micro_batches)
+    images: tuple[Table, ...] = ()
+    if images_of_ranks:
+        planned, images = plan_given_images(planned, sources, indices, images_of_ranks, always)
+    return PlannedPadding(planned, sources, indices, images)

@@ -30,6 +30,7 @@ from hf_distca.models import fla
 from hf_distca.models.checkpointing import checkpointed_layers, layers_with_checkpoints
 from hf_distca.models.decoder import mixing_layers
 from hf_distca.models.describe import describe_run
+from hf_distca.models.images import image_model
 from hf_distca.models.sharing import shares_prefixes, why_sequences_share_nothing
 from hf_distca.models.tables import model_limits
 from hf_distca.patches.head import adapted_heads
@@ -182,7 +183,8 @@ def pack_padded(
     shares = shares_prefixes(
         config.share_prefixes, why_sequences_share_nothing(model), dispatcher.groups.rank
     )
-    pack_backbone(model, PaddedBatches(dispatcher, share_prefixes=shares))
+    batches = PaddedBatches(dispatcher, share_prefixes=shares, image_model=image_model(model))
+    pack_backbone(model, batches)
     return dispatcher
 
 

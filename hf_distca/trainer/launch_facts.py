@@ -22,6 +22,7 @@ from hf_distca.checks.run_rules import TRAINING, Run
 from hf_distca.collator.documents import check_dataset
 from hf_distca.models.checkpointing import checkpointing_options
 from hf_distca.models.decoder import base_model
+from hf_distca.models.images import why_no_images
 from hf_distca.models.model_facts import (
     GivenModel,
     check_is_model,
@@ -122,12 +123,15 @@ def check_trainer(trainer: Any, *, packs: bool) -> None:
         packs: whether the trainer packs documents. Otherwise it gets padded batches.
     """
     args = trainer.args
+    has_images = getattr(trainer, "_is_vision_dataset", False)
     reentrant = (checkpointing_options(args) or {}).get("use_reentrant")
     facts = SimpleNamespace(
         packs=packs,
         trainer=type(trainer).__name__,
         is_of_trl=bool(_name_of_trl_trainer(type(trainer))),
-        has_images=getattr(trainer, "_is_vision_dataset", False),
+        has_images=has_images,
+        rolls_out_images=_rolls_out_images(trainer),
+        why_no_images=why_no_images(base_model(trainer.model)) if has_images else "",
         tp_size=trainer.get_tp_size(),
         servers=args.attention_servers.count,
         accumulation=args.gradient_accumulation_steps,
@@ -140,6 +144,14 @@ def check_trainer(trainer: Any, *, packs: bool) -> None:
         **_facts_of_model(trainer),
     )
     check(TRAINER, facts)
+
+
+def _rolls_out_images(trainer: Any) -> bool:
+    """Return whether a trainer of rollouts has prompts with images."""
+    if not hasattr(trainer, "_buffered_inputs"):
+        return False
+    columns = getattr(trainer.train_dataset, "column_names", None) or ()
+    return not {"image", "images"}.isdisjoint(columns)
 
 
 def _facts_of_accelerator(trainer: Any) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from functools import partial
 from multiprocessing import get_start_method
 from typing import Any
@@ -34,13 +35,16 @@ from hf_distca.collator.documents import (
     named_datasets,
 )
 from hf_distca.collator.forking import FORK_HANGS, fork_can_hang
+from hf_distca.collator.images import DocumentImages, PartOfDataset, may_have_images, read_images
 from hf_distca.collator.sampler import GlobalBatchSampler, fit_documents
 from hf_distca.collator.streams import NOTHING_READ, StreamPacker
 from hf_distca.collator.summary import documents_summary
 from hf_distca.dispatch.dispatcher import Dispatcher
 from hf_distca.dispatch.process_groups import Groups
+from hf_distca.models.images import image_model
 from hf_distca.models.sharing import log_no_sharing
 from hf_distca.trainer.arguments import DistCAPaddedArguments
+from hf_distca.trainer.parallel import gathers_parameters
 
 logger = logging.getLogger(__name__)
 
@@ -69,7 +73,11 @@ class PackedLoaders:
         if self._args.remove_unused_columns:
             trainer._set_signature_columns_if_needed()
             model_inputs = frozenset(trainer._signature_columns or ())
-        self._columns = Columns(self._args.length_column_name, model_inputs)
+        self._image_model = image_model(trainer.model)
+        fields = frozenset() if self._image_model is None else self._image_model.fields
+        self._columns = Columns(self._args.length_column_name, model_inputs, fields)
+        # By the id of a data set of those whose lengths are known: images of its documents.
+        self._images: dict[int, DocumentImages | None] = {}
         # By the id of a data set: the data set, its lengths and its fingerprint. The data set is
         # kept alive, so that no other object gets its id.
         self._lengths: dict[int, tuple[Any, tuple[NDArray[np.int64], str]]] = {}
@@ -93,8 +101,14 @@ class PackedLoaders:
         error: Exception | None = None
         lengths: NDArray[np.int64] = np.empty(0, np.int64)
         fingerprint = ""
+        read = self._read_images(dataset)
         try:
-            lengths = document_lengths(dataset, self._columns, progress, name=name, limits=limits)
+            if read is None or is_stored(dataset):
+                lengths = document_lengths(
+                    dataset, self._columns, progress, name=name, limits=limits
+                )
+            else:
+                lengths = np.frombuffer(b"".join(part.lengths for part in read), np.int64)
             share = groups.rank, groups.ranks
             check_stored_documents(
                 dataset, lengths, self._columns, progress, name=name, limits=limits, share=share
@@ -113,6 +127,44 @@ class PackedLoaders:
             raise Data.DIFFERENT.error(found=_listed_by_rank(sizes))
         self._lengths[id(dataset)] = dataset, (lengths, fingerprint)
         return lengths, fingerprint
+
+    def _read_images(self, dataset: Any) -> list[PartOfDataset] | None:
+        """Find the images of a data set, each rank those of a share of its documents.
+
+        A collective of the world. Return what the ranks read, or None where there are no images.
+        """
+        model = self._image_model
+        groups = self._dispatcher.groups
+        has_fields = model is not None and may_have_images(dataset, model)
+        if model is None or not any(groups.all_gather(has_fields, in_world=True)):
+            self._images[id(dataset)] = None
+            return None
+        name = self._name(dataset)
+        error: Exception | None = None
+        mine: PartOfDataset | None = None
+        try:
+            share = groups.rank, groups.ranks
+            limits = self._dispatcher.limits
+            mine = read_images(dataset, model, self._columns, name, share, limits)
+        except Exception as caught:
+            error = caught
+        groups.raise_together(error, in_world=True)
+        parts: list[PartOfDataset] = groups.all_gather(mine)
+        images = DocumentImages.of_parts(model, parts)
+        if images is not None and gathers_parameters(self._trainer.accelerator):
+            # In a micro-batch without a gradient of an encoder, ZeRO-3 would take that of an
+            # earlier step again. A filler has a gradient of 0.
+            images = replace(images, always=images.modalities)
+        self._images[id(dataset)] = images
+        return parts
+
+    def images(self, dataset: Any) -> DocumentImages | None:
+        """Return the images of a data set's documents; None without images.
+
+        A collective of the world where the data set is new.
+        """
+        self.lengths(dataset)
+        return self._images[id(dataset)]
 
     def known_tokens(self, dataset: Any) -> int | None:
         """Return the tokens of a data set whose lengths have been read; None otherwise."""
@@ -133,6 +185,8 @@ class PackedLoaders:
         lengths, _ = self.lengths(dataset)
         if id(dataset) in self._prefixes:
             return self._prefixes[id(dataset)]
+        if self.images(dataset) is not None:
+            return None  # equal tokens may stand for different images
         groups = self._dispatcher.groups
         name = self._name(dataset)
         prefixes: DatasetPrefixes | None = None
@@ -209,6 +263,9 @@ class PackedLoaders:
             lengths, bin_capacity, self._args.long_documents, limit_name, name=name, limits=limits
         )
         span_lengths = spans["stop"] - spans["start"]
+        images = self.images(dataset)
+        if images is not None:
+            images.check_whole(spans, lengths, name, limit_name, bin_capacity)
         self._dispatcher.see_length(int(span_lengths.max(initial=0)))
         # 3. A data set without targets is refused once, on all ranks together.
         if id(dataset) not in self._have_targets:
@@ -304,7 +361,7 @@ class PackedLoaders:
             groups.rank,
             args.tokens_per_rank,
             args.long_documents,
-            self._columns,
+            replace(self._columns, images=frozenset()),
             self._name(dataset),
             self._dispatcher.limits,
             args.divided_streams,
@@ -352,6 +409,7 @@ class PackedLoaders:
                 self._columns,
                 self._name(dataset),
                 prefixes,
+                self.images(dataset),
             )
             sampler = GlobalBatchSampler(
                 spans,

@@ -6,9 +6,11 @@ from typing import Any
 from torch import Tensor, nn
 
 from hf_distca.dispatch.padded_rows import OneMicroBatch, PackedBatch, PaddedBatches
+from hf_distca.models.images import image_model
 from hf_distca.models.sharing import shares_prefixes, why_sequences_share_nothing
 from hf_distca.patches.padded_models import pack_backbone
 from hf_distca.trainer.assembly import gathers_whole_layers, pack_padded
+from hf_distca.trainer.parallel import gathers_parameters
 from hf_distca.trainer.planned import PlannedTraining, arguments_by_name
 
 
@@ -58,6 +60,8 @@ class DistCAPaddedMixin(PlannedTraining):
             self._count,
             at_once=self._one_micro_batch(),
             share_prefixes=self._shares_prefixes,
+            image_model=image_model(self.model),
+            always_encodes=gathers_parameters(self.accelerator),
         )
         pack_backbone(self.model, batches)
         reference = getattr(self, "ref_model", None)

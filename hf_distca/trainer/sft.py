@@ -10,6 +10,7 @@ from hf_distca.checks.data_rules import Data
 from hf_distca.checks.refusal import PackageError
 from hf_distca.checks.run_rules import Run
 from hf_distca.collator.documents import is_stream, named_datasets
+from hf_distca.collator.images import ProcessedDocuments
 from hf_distca.collator.texts import check_texts
 from hf_distca.plan import PLAN_KEY
 from hf_distca.trainer.arguments import DistCAArguments
@@ -61,6 +62,9 @@ class DistCASFTTrainer(DistCAMixin, SFTTrainer):
         # For "train" and "eval": targets of the micro-batches since the last log, on all ranks.
         self._targets: dict[str, list[float]] = defaultdict(list)
         super().__init__(model, args, *positional, **kwargs)
+        if self._is_vision_dataset:
+            for name in DATASETS:
+                setattr(self, name, self._processed(getattr(self, name), name))
         for name in DATASETS:
             _check_examples_remain(
                 self._unprepared[name], getattr(self, name), name, args.max_length
@@ -75,6 +79,24 @@ class DistCASFTTrainer(DistCAMixin, SFTTrainer):
                 for key, dataset in named_datasets(argument, name).items():
                     check_texts(dataset, key, args.dataset_text_field)
         return super()._prepare_arguments(arguments)
+
+    def _processed(self, given: Any, name: str) -> Any:
+        """Return data sets whose documents TRL's collator for images makes when they are read."""
+        if given is None or isinstance(given, str | ProcessedDocuments):
+            return given
+        if isinstance(given, dict):
+            return {
+                key: self._processed(dataset, f"{name}[{key!r}]") for key, dataset in given.items()
+            }
+        if is_stream(given):
+            raise Data.STREAM_OF_IMAGES.error(name=name)
+        return ProcessedDocuments(given, self.data_collator, name)
+
+    def evaluate(self, eval_dataset: Any = None, *args: Any, **kwargs: Any) -> dict[str, float]:
+        """Evaluate as `SFTTrainer.evaluate` does."""
+        if self._is_vision_dataset:
+            eval_dataset = self._processed(eval_dataset, "eval_dataset")
+        return super().evaluate(eval_dataset, *args, **kwargs)
 
     def compute_loss(
         self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from hf_distca.collator.sampler import GlobalMicroBatch, fit_documents
-from hf_distca.plan import Branches
+from hf_distca.plan import FEATURES, Branches, PlannedImages
 from hf_distca.plan.routes import make_routes
 from hf_distca.planner.micro_batch import plan_micro_batch
 from hf_distca.planner.settings import PlanSettings
@@ -224,3 +224,39 @@ def test_targets_of_a_rank(script, kind, targets):
     assert of_script.targets_of_ranks(documents, batch, PlanSettings(1, 300)) == [targets]
     two_ranks = of_script.targets_of_ranks(documents, batch, PlanSettings(2, 150))
     assert sum(two_ranks) == targets
+
+
+def test_encoders_planned_and_in_place(script, monkeypatch):
+    benchmark = script("encoder_balance")
+    monkeypatch.setattr(benchmark, "TOKENS", 8192)
+    documents = benchmark.Documents.drawn(40)
+    images = documents.images
+    assert images.model.modalities[0].patch == 16
+    assert images.model.modalities[0].merge == 2
+    assert images.model.linear == 27 * (4 * 1152**2 + 2 * 1152 * 4304)
+    assert images.model.quadratic == 2 * 27 * 1152
+    settings = PlanSettings(ranks=4, tokens_per_rank=8192, document_layout="fixed")
+    chosen = next(iter(documents.micro_batches(4, 1)))
+    found = benchmark.both(documents, chosen, settings)
+    planned, in_place = found["planned"], found["in place"]
+    work = "work, busiest over mean"
+    assert 1 <= planned[work] <= in_place[work]
+    for name in ("mean, s", "pixels encoded by the mean rank, GB"):
+        assert planned[name] == pytest.approx(in_place[name])
+    for each in found.values():
+        assert (
+            each["pixels read by the mean rank, GB"] >= each["pixels encoded by the mean rank, GB"]
+        )
+    assert benchmark.together([{"x": 1.0}, {"x": 3.0}]) == {"x": {"mean": 2.0, "worst": 3.0}}
+
+
+def test_an_image_in_place_is_encoded_where_it_begins(script):
+    benchmark = script("encoder_balance")
+    features = np.zeros(3, FEATURES)
+    # Rank 0 has the end of image 0 and the whole image 1, rank 1 the beginning of image 0.
+    features["image"] = [0, 1, 0]
+    features["start"] = [4, 0, 0]
+    features["stop"] = [6, 5, 4]
+    features["rank"] = [0, 0, 1]
+    planned = PlannedImages(np.array([6, 5]), np.array([0, 1]), features)
+    assert benchmark.in_place(planned).encoders.tolist() == [1, 0]

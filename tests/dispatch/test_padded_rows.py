@@ -22,7 +22,7 @@ def test_sequences_with_equal_tokens_at_other_positions_share_no_rows():
     shared = []
     for position_ids_BL in (columns_BL, own_positions_BL):
         batch = PaddedBatch({"input_ids": input_ids_BL, "position_ids": position_ids_BL}, mask_BL)
-        lengths, hashes = read_sequences(batch, Limits(), share_prefixes=True).summary
+        lengths, hashes, _ = read_sequences(batch, Limits(), share_prefixes=True).summary
         settings = PlanSettings(1, 8, (SMALL_KIND,))
         shared.append(plan_padded([lengths], settings, [hashes]).sequences.shared_rows)
     assert shared == [0, 3]
@@ -43,7 +43,7 @@ def test_gradients_of_64_readers_of_a_row_are_added_up_in_at_least_float32(
     input_ids_BL = torch.full((64, 1), 5)
     batch = PaddedBatch({"input_ids": input_ids_BL}, torch.ones_like(input_ids_BL))
     sequences = read_sequences(batch, Limits(), share_prefixes=True)
-    lengths, hashes = sequences.summary
+    lengths, hashes, _ = sequences.summary
     planned = plan_padded([lengths], PlanSettings(1, 64, (SMALL_KIND,)), [hashes])
     travel = RowTravel(planned, sequences, input_ids_BL.shape, Groups(CPU, 30), CPU)
     gradients_F = torch.tensor([[first], *[[others]] * 63], dtype=dtype)

@@ -184,8 +184,10 @@ def test_options_and_targets_of_commands_exist(line, monkeypatch, capsys):
             re.findall(r"\"(--\w+)\"", (ROOT / "examples" / "make_checkpoint.py").read_text())
         )
         assert set(re.findall(r"--\w+", match[1])) <= known
-    if match := re.search(r"examples/(train|finetune_llama|sft_chat|grpo|dpo)\.py (.*)", line):
-        of_trl = {"sft_chat": "SFT", "grpo": "GRPO", "dpo": "DPO"}
+    if match := re.search(
+        r"examples/(train|finetune_llama|sft_chat|sft_images|grpo|dpo)\.py (.*)", line
+    ):
+        of_trl = {"sft_chat": "SFT", "sft_images": "SFT", "grpo": "GRPO", "dpo": "DPO"}
         name = of_trl.get(match[1])
         arguments = (
             getattr(hf_distca, f"DistCA{name}Config") if name else hf_distca.DistCATrainingArguments
@@ -470,6 +472,43 @@ def test_memory_in_sentences_is_that_of_the_results():
     document = result("long_document")
     assert f"{document['tokens']:,} tokens over {len(document['peak_mib'])} ranks" in README
     assert f"within {max(document['relative_errors'].values()):.1e} of float64" in README
+
+
+def test_encoders_in_sentences_are_those_of_the_results():
+    page, guide = words_of("docs/evidence/benchmarks.md"), words_of("docs/guides/images.md")
+    results = result("encoder_balance")["ranks"]
+    means = {
+        ranks: {
+            name: {figure: of["mean"] for figure, of in found.items()}
+            for name, found in strategies.items()
+        }
+        for ranks, strategies in results.items()
+    }
+    planned, in_place = (
+        {ranks: strategies[name] for ranks, strategies in means.items()}
+        for name in ("planned", "in place")
+    )
+    of_mean = [f"{planned[ranks]['mean, s']:.2f} s on {ranks}" for ranks in means]
+    assert f"The mean rank takes {of_mean[0]} ranks and {of_mean[1]}." in page
+    saved = [
+        f"{in_place[ranks]['busiest, s'] - planned[ranks]['busiest, s']:.2f} s" for ranks in means
+    ]
+    assert f"so a plan saves {saved[0]} and {saved[1]} of a micro-batch" in page
+    read = "pixels read by the mean rank, GB"
+    assert (
+        f"reads {planned['64'][read]:.1f} GB as planned, and {in_place['64'][read]:.1f} GB in"
+        in page
+    )
+    assert f"[{planned['64'][read] / in_place['64'][read]:.1f} times the pixels]" in guide
+    work = "work, busiest over mean"
+    assert {f"{planned[ranks][work]:.2f}" for ranks in means} == {"1.01"}
+    assert "{:.1f} to {:.1f} times".format(*(in_place[ranks][work] for ranks in means)) in guide
+    travelling = [planned[ranks]["travelling, of all rows"] for ranks in means]
+    assert "{:.0%} to {:.0%} of all rows".format(*travelling).replace(
+        "% to", " to"
+    ) in guide.replace(" %", "%")
+    share = result("encoder_balance")["documents"]["placeholders, of all tokens"]
+    assert f"{share:.0%} of all tokens placeholders" in page.replace(" %", "%")
 
 
 KINDS_OF_TARGETS = ("answers, ", "turns, ", "all tokens, ")

@@ -83,7 +83,7 @@ def outcome(name: str, pool: Any) -> Outcome:
             except KeyError:
                 model = tiny_model(name, "eager")
     except Exception as error:  # whatever a config or a package that is missing raises
-        return Outcome(name, "not tested", _first_line(error))
+        return Outcome(name, "not tested", first_line(error))
     try:
         settings = describe_run(
             model, CONFIG, ranks=2, device=torch.device("cpu"), dtype=torch.float32
@@ -154,7 +154,7 @@ def planned(name: str, rope_type: str | None, ways: tuple[str, ...]) -> tuple[st
         # This rank's share of what one process computes with "eager", document by document.
         loss, gradients = reference_step(_model(name, "eager", rope_type), share)
     except Exception as error:  # such as a model that takes no text without images
-        return f"{STOCK} {_first_line(error)}", []
+        return f"{STOCK} {first_line(error)}", []
     try:
         model = _model(name, "distca", rope_type)
         dispatcher = make_dispatcher(
@@ -183,7 +183,7 @@ def planned(name: str, rope_type: str | None, ways: tuple[str, ...]) -> tuple[st
         ]
     except Exception as error:
         last = traceback.extract_tb(error.__traceback__)[-1]
-        return f"{_first_line(error)} ({last.filename.split('/')[-1]}:{last.lineno})", []
+        return f"{first_line(error)} ({last.filename.split('/')[-1]}:{last.lineno})", []
 
 
 def _planned_step(model: PreTrainedModel, batch: dict[str, Any], targets: int) -> Step:
@@ -215,13 +215,28 @@ def _model(name: str, implementation: str, rope_type: str | None) -> PreTrainedM
     return tiny_model(name, implementation, config)
 
 
-def _sum(steps: Sequence[Step]) -> tuple[float, dict[str, Tensor]]:
+def summed(steps: Sequence[Step]) -> tuple[float, dict[str, Tensor]]:
     """The step of both ranks."""
     added: dict[str, Tensor] = {}
     for _, gradients in steps:
         for name, gradient in gradients.items():
             added[name] = added.get(name, 0) + torch.from_numpy(gradient)
     return sum(loss for loss, _ in steps), added
+
+
+def worst_error(step: Step, expected: Step) -> tuple[str, float]:
+    """What differs most of a step's loss and gradients, and how much, by its largest value."""
+    (got, got_grads), (loss, grads) = step, expected
+    least = NEGLIGIBLE * max(grad.abs().max() for grad in grads.values())
+    zero = torch.zeros(())
+    errors = {"loss": abs(got - loss) / abs(loss)}
+    for name in {**got_grads, **grads}:
+        one, other = got_grads.get(name, zero), grads.get(name, zero)
+        errors[name] = ((one - other).abs().max() / torch.maximum(other.abs().max(), least)).item()
+    # An error that is not a number is the worst.
+    comparable = {name: math.inf if math.isnan(x) else x for name, x in errors.items()}
+    worst = max(comparable, key=comparable.__getitem__)
+    return worst, errors[worst]
 
 
 def _compared(pool: Any, before: Outcome, rope_type: str | None, ways: tuple[str, ...]) -> Outcome:
@@ -237,31 +252,19 @@ def _compared(pool: Any, before: Outcome, rope_type: str | None, ways: tuple[str
             before, status="unclear error", told=f"{rope_type or ''} {' | '.join(errors)}".strip()
         )
     *steps, (expected, expected_grads) = (
-        _sum(parts) for parts in zip(*(steps for _, steps in ranks), strict=True)
+        summed(parts) for parts in zip(*(steps for _, steps in ranks), strict=True)
     )
-    least = NEGLIGIBLE * max(grad.abs().max() for grad in expected_grads.values())
-    zero = torch.zeros(())
     told = [before.told] if before.told else []
     errors_of_ways = dict(before.errors)
-    for way, (got, got_grads) in zip(ways, steps, strict=True):
-        errors = {"loss": abs(got - expected) / abs(expected)}
-        for name in {**got_grads, **expected_grads}:
-            one = got_grads.get(name, zero)
-            other = expected_grads.get(name, zero)
-            errors[name] = (
-                (one - other).abs().max() / torch.maximum(other.abs().max(), least)
-            ).item()
-        # An error that is not a number is the worst.
-        comparable = {name: math.inf if math.isnan(x) else x for name, x in errors.items()}
-        worst = max(comparable, key=comparable.__getitem__)
-        told.append(f"{rope_type or way}: {worst}, loss {got:.6f} for {expected:.6f}")
-        errors_of_ways[rope_type or way] = errors[worst]
+    for way, step in zip(ways, steps, strict=True):
+        worst, errors_of_ways[rope_type or way] = worst_error(step, (expected, expected_grads))
+        told.append(f"{rope_type or way}: {worst}, loss {step[0]:.6f} for {expected:.6f}")
     status: Status = (
         "equal" if all(error < ACCEPTED for error in errors_of_ways.values()) else "wrong"
     )
     return replace(before, status=status, told="; ".join(told), errors=errors_of_ways)
 
 
-def _first_line(error: Exception) -> str:
+def first_line(error: Exception) -> str:
     lines = str(error).strip().splitlines() or [""]
     return f"{type(error).__name__}: {lines[0]}"

@@ -4,13 +4,14 @@ docs/reference/compatibility.md.
 
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
 
 import transformers
 
 from tests.ranks import RankPool
+from tests.survey.image_outcomes import image_outcome, takes_videos
 from tests.survey.outcomes import (
     ACCEPTED,
     ACCEPTED_OF_SHARED,
@@ -21,6 +22,7 @@ from tests.survey.outcomes import (
     outcome,
 )
 from tests.survey.tiny import MULTIMODAL, OF_TEXT
+from tests.survey.tiny_images import OF_IMAGES
 
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "compatibility.md"
 NAMES = [*OF_TEXT, *sorted(MULTIMODAL)]
@@ -54,6 +56,9 @@ These models train again on sequences with
 [equal prefixes](../guides/preferences.md#shared-prefixes). {padded} models share prefixes in padded
 batches, and {documents} in documents.
 
+Models that see images were tested on images, too: [Images and videos](#images-and-videos) lists
+them.
+
 `make survey` runs the test, and `python -m tests.survey.page` writes this page.
 """
 SECTIONS: dict[Status, tuple[str, str]] = {
@@ -78,6 +83,26 @@ SECTIONS: dict[Status, tuple[str, str]] = {
     "refused": ("Refused", "| model | reason |\n| --- | --- |"),
     "not tested": ("Not tested", "| model | why |\n| --- | --- |"),
 }
+IMAGES = """\
+## Images and videos
+
+Every model of `AutoModelForImageTextToText` was also tested on documents with images, on two ranks
+with ping-pong. Documents are cut across ranks. One document has no image, and others have several
+of different sizes, where the encoder takes different sizes. Loss and all gradients are compared
+with one process that runs the stock model document by document. The test accepts at most
+{most:.0e}. Models that take grids of videos were tested on videos, too.
+
+{equal} models equal the stock model on images, and {videos} of them on videos. {refused} are
+refused with the reason, and {untested} cannot be tested.
+
+| model | images | videos |
+| --- | --- | --- |
+"""
+IMAGES_REFUSED = """\
+
+| model | images are refused, or not tested |
+| --- | --- |
+"""
 
 
 def page(outcomes: Sequence[Outcome]) -> str:
@@ -104,6 +129,35 @@ def page(outcomes: Sequence[Outcome]) -> str:
     return "\n".join(parts)
 
 
+def images_part(images: Sequence[Outcome], videos: Mapping[str, Outcome]) -> str:
+    """The part of the page on images.
+
+    Args:
+        videos: outcomes of models that take videos, by name.
+    """
+    counts = Counter(outcome.status for outcome in images)
+    top = IMAGES.format(
+        most=ACCEPTED,
+        equal=counts["equal"],
+        videos=sum(outcome.status == "equal" for outcome in videos.values()),
+        refused=counts["refused"],
+        untested=counts["not tested"],
+    )
+    by_name = sorted(images, key=lambda outcome: outcome.name.lower())
+    equal = [outcome for outcome in by_name if outcome.status == "equal"]
+    rows = [
+        f"| `{outcome.name}` | {outcome.errors['image']:.1e} | {_of_video(videos, outcome.name)} |"
+        for outcome in equal
+    ]
+    others = [_row(outcome) for outcome in by_name if outcome.status != "equal"]
+    return top + "\n".join(rows) + "\n" + IMAGES_REFUSED + "\n".join(others) + "\n"
+
+
+def _of_video(videos: Mapping[str, Outcome], name: str) -> str:
+    outcome = videos.get(name)
+    return f"{outcome.errors['video']:.1e}" if outcome and outcome.errors else "–"
+
+
 def without_errors(text: str) -> str:
     """The page without the sizes of errors, which differ from machine to machine."""
     return ERROR.sub("…", text)
@@ -121,4 +175,9 @@ def _row(outcome: Outcome) -> str:
 if __name__ == "__main__":
     transformers.logging.set_verbosity_error()
     with closing(RankPool(2)) as pool:
-        PAGE.write_text(page([outcome(name, pool) for name in NAMES]))
+        text = page([outcome(name, pool) for name in NAMES])
+        images = [image_outcome(name, pool) for name in OF_IMAGES]
+        videos = {
+            name: image_outcome(name, pool, "video") for name in OF_IMAGES if takes_videos(name)
+        }
+        PAGE.write_text(f"{text}\n{images_part(images, videos)}")

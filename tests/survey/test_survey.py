@@ -75,7 +75,8 @@ MIXING = {
 
 def sharing_on_page(name: str) -> dict[str, str]:
     """What becomes of equal prefixes, as the page says."""
-    rows = [line.strip("| ").split(" | ") for line in PAGE.read_text().splitlines()]
+    text = PAGE.read_text().partition("## Images")[0]
+    rows = [line.strip("| ").split(" | ") for line in text.splitlines()]
     (cells,) = [row for row in rows if row[0] == f"`{name}`"]
     return dict(zip(KINDS, cells[-2:], strict=True))
 
@@ -116,4 +117,5 @@ def test_the_page_is_current(outcomes):
     assert sum(result.layout == "whole" for result in equal) >= LEAST_WHOLE
     # Else it is the page of another version.
     if f"transformers {transformers.__version__} was tested" in PAGE.read_text():
-        assert without_errors(page(list(outcomes.values()))) == without_errors(PAGE.read_text())
+        text = without_errors(page(list(outcomes.values())))
+        assert without_errors(PAGE.read_text()).startswith(text)

@@ -5,6 +5,7 @@ A model is named by its type ("llama"), or by its class if it is one that takes 
 """
 
 import copy
+from collections.abc import Mapping
 from typing import Any
 
 from transformers import (
@@ -246,11 +247,18 @@ def tiny_model(
     return model
 
 
-def tiny_config(name: str) -> PreTrainedConfig:
-    """The config of this model: about 32 wide, with a layer of each kind of the default config."""
+def tiny_config(name: str, more: Mapping[str, Any] | None = None) -> PreTrainedConfig:
+    """The config of this model: about 32 wide, with a layer of each kind of the default config.
+
+    Args:
+        more: what the config has besides.
+    """
     model_type = MULTIMODAL.get(name, name)
     config_class = CONFIG_MAPPING[model_type]
-    config = config_class(**_tiny(config_class(), MORE.get(model_type, {})))
+    wanted = dict(MORE.get(model_type, {}))
+    for field, value in (more or {}).items():
+        wanted[field] = {**wanted.get(field, {}), **value} if isinstance(value, dict) else value
+    config = config_class(**_tiny(config_class(), wanted))
     tower = getattr(config, "vision_config", None)
     if getattr(tower, "model_type", None) in OF_TIMM:
         siglip = CONFIG_MAPPING["siglip_vision_model"](**TOWER)

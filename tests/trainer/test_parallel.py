@@ -110,7 +110,7 @@ def test_the_time_out_of_collectives_counts_on_cpus(rank_pools, tmp_path):
 
 def test_compiling_by_the_launch(tmp_path, monkeypatch):
     monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "inductor")
-    with refused(TRAINER[4]):
+    with refused(TRAINER[5]):
         make_trainer(str(tmp_path))
 
 

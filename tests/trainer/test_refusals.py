@@ -153,6 +153,7 @@ CHECKS: dict[str, Callable[..., None]] = {
     "PACKED_GIVEN": give,
     "TRAINER": launch,
 }
+PICTURES = SimpleNamespace(column_names=["prompt", "image"])
 HIDING = DataCollatorForLanguageModeling(chat_tokenizer(), mlm=False)
 HIDING.mlm = True  # which only a tokenizer with a token for it allows
 METRICS = {"compute_metrics": print, "preprocess_logits_for_metrics": print}
@@ -187,6 +188,7 @@ CASES: dict[str, list[dict[str, Any]]] = {
     "TRAINER": [
         {"by": {"parallelism_config": SimpleNamespace(cp_size=2)}},
         {"by": {"parallelism_config": SimpleNamespace(cp_size=1, sp_size=2)}},
+        {"trainer": {"_buffered_inputs": None, "train_dataset": PICTURES}},
         {"trainer": {"_is_vision_dataset": True}},
         {"tensor": 2, "model": divided(), "packs": False},
         {"by": {"state": COMPILED}},

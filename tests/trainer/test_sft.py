@@ -52,7 +52,7 @@ def test_models_arguments_and_data(tmp_path):
         with refused(WITHOUT_SETTINGS[1]):
             make(small_model(), args, chats(2), tokenizer())
     images = chats(2).add_column("images", [[], []])
-    with refused(TRAINER[2]):
+    with refused(TRAINER[3]):
         make(
             small_model(),
             hf_distca.DistCASFTConfig(str(tmp_path), **options),

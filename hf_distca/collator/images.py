@@ -1,0 +1,303 @@
+"""Images of a data set's documents: where their placeholders are, and their inputs by rank."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch.utils.data import Dataset
+
+from hf_distca.batches.images import ImageFigures, ImageModel, Modality
+from hf_distca.batches.limits import NO_LIMITS, Limits
+from hf_distca.checks.data_rules import Data
+from hf_distca.collator.documents import Columns, check_dataset, is_stored, token_document
+from hf_distca.plan import PlannedImages
+from hf_distca.plan.arrays import IntArray, Table
+from hf_distca.planner.images import IMAGE, PLACEHOLDERS
+
+TOKEN_COLUMNS = ("input_ids", "labels", "attention_mask")
+"""Columns with one number for each token."""
+
+
+@dataclass(frozen=True, eq=False)
+class DocumentImages:
+    """Images of documents: of a data set, or of one micro-batch.
+
+    Attributes:
+        images: of dtype IMAGE, by document.
+        placeholders: of dtype PLACEHOLDERS, by document and row.
+        always: modalities whose encoders run in every micro-batch.
+    """
+
+    model: ImageModel
+    images: Table
+    placeholders: Table
+    always: frozenset[str] = frozenset()
+
+    @classmethod
+    def of_parts(
+        cls, model: ImageModel, parts: Sequence["PartOfDataset"]
+    ) -> "DocumentImages | None":
+        """Return the images of a data set whose parts `read_images` read; None without images."""
+        images = [np.frombuffer(part.images, IMAGE) for part in parts]
+        if not any(map(len, images)):
+            return None
+        placeholders = [np.frombuffer(part.placeholders, PLACEHOLDERS).copy() for part in parts]
+        before = 0
+        for images_of_part, placeholders_of_part in zip(images, placeholders, strict=True):
+            placeholders_of_part["image"] += before
+            before += len(images_of_part)
+        return cls(model, np.concatenate(images), np.concatenate(placeholders))
+
+    @property
+    def documents(self) -> IntArray:
+        """Documents that have images, in order."""
+        return np.unique(self.images["document"])
+
+    @property
+    def modalities(self) -> frozenset[str]:
+        """Names of the modalities that documents have."""
+        numbers = np.unique(self.images["modality"]).tolist()
+        return frozenset(self.model.modalities[number].name for number in numbers)
+
+    def of_documents(self, documents: IntArray) -> "DocumentImages":
+        """Return the images of some documents, which get new numbers: their order here."""
+        images: list[Table] = []
+        placeholders: list[Table] = []
+        count = 0
+        for number, document in enumerate(documents.tolist()):
+            first, last = np.searchsorted(self.images["document"], [document, document + 1])
+            if first == last:
+                continue
+            own = self.images[first:last].copy()
+            own["document"] = number
+            begin, end = np.searchsorted(self._documents_of_placeholders, [document, document + 1])
+            runs = self.placeholders[begin:end].copy()
+            runs["image"] += count - first
+            count += len(own)
+            images.append(own)
+            placeholders.append(runs)
+        return DocumentImages(
+            self.model,
+            np.concatenate(images) if images else np.zeros(0, IMAGE),
+            np.concatenate(placeholders) if placeholders else np.zeros(0, PLACEHOLDERS),
+            self.always,
+        )
+
+    def check_whole(
+        self, spans: Table, lengths: IntArray, name: str, limit: str, capacity: int
+    ) -> None:
+        """Raise ValueError if a document with images is cut.
+
+        Args:
+            spans: of dtype SPAN.
+            lengths: [documents] tokens of each.
+            name: name of the data set in errors.
+            limit: name of what a document must fit into.
+            capacity: tokens of that.
+        """
+        is_cut = spans["stop"] - spans["start"] < lengths[spans["document"]]
+        cut = np.intersect1d(spans["document"][is_cut], self.documents)
+        for document in cut[:1].tolist():
+            raise Data.CUT_IMAGES.error(
+                name=f"document {document} of {name}",
+                length=int(lengths[document]),
+                limit=limit,
+                capacity=capacity,
+            )
+
+    def encoded_by(self, planned: Mapping[str, PlannedImages], rank: int) -> IntArray:
+        """Return the documents of whose images a rank encodes some, in order."""
+        documents = [
+            self._of_modality(modality.name)["document"][planned[modality.name].encoded_by(rank)]
+            for modality in self.model.modalities
+            if modality.name in planned
+        ]
+        return np.unique(np.concatenate(documents)) if documents else np.zeros(0, np.int64)
+
+    def _of_modality(self, name: str) -> Table:
+        """Return the images of one modality in order."""
+        number = [modality.name for modality in self.model.modalities].index(name)
+        return self.images.compress(self.images["modality"] == number)
+
+    @cached_property
+    def _documents_of_placeholders(self) -> IntArray:
+        return np.asarray(self.images["document"][self.placeholders["image"]])
+
+
+def may_have_images(dataset: Any, model: ImageModel) -> bool:
+    """Return whether documents of a data set may have images: its columns say so, if it has any."""
+    return not is_stored(dataset) or bool(model.fields & set(dataset.column_names))
+
+
+class PartOfDataset(NamedTuple):
+    """Figures of some documents of a data set, as bytes that ranks exchange."""
+
+    lengths: bytes  # int64 of each document
+    images: bytes  # of dtype IMAGE
+    placeholders: bytes  # of dtype PLACEHOLDERS, with the number of the image in `images`
+
+
+def read_images(
+    dataset: Any,
+    model: ImageModel,
+    columns: Columns,
+    name: str,
+    share: tuple[int, int],
+    limits: Limits = NO_LIMITS,
+) -> PartOfDataset:
+    """Read the lengths and the images of a part of a data set's documents, each document once.
+
+    Raise ValueError for a document that cannot be trained on, such as one whose placeholders are
+    not as many as the rows of its images.
+
+    Args:
+        share: part of the documents to read, and the number of parts.
+    """
+    check_dataset(dataset, name)
+    if len(dataset) == 0:
+        raise Data.EMPTY.error(name=name)
+    part, parts = share
+    documents = range(len(dataset) * part // parts, len(dataset) * (part + 1) // parts)
+    if is_stored(dataset):
+        dataset = dataset.select_columns(columns.used(dataset.column_names, name))
+        dataset = dataset.with_format("numpy")
+    lengths: list[int] = []
+    images: list[Table] = []
+    placeholders: list[Table] = []
+    count = 0
+    for document in documents:
+        example = dataset[document]
+        in_errors = f"document {document} of {name}"
+        rows = token_document(example, in_errors, columns)
+        limits.check_document(rows, in_errors)
+        tokens = rows[0]
+        lengths.append(len(tokens))
+        own, runs = images_of(example, tokens, model, in_errors)
+        own["document"] = document
+        runs["image"] += count
+        count += len(own)
+        images.append(own)
+        placeholders.append(runs)
+    no_images, no_runs = np.zeros(0, IMAGE), np.zeros(0, PLACEHOLDERS)
+    return PartOfDataset(
+        np.array(lengths, np.int64).tobytes(),
+        np.concatenate([no_images, *images]).tobytes(),
+        np.concatenate([no_runs, *placeholders]).tobytes(),
+    )
+
+
+def images_of(
+    example: Mapping[str, Any], tokens: IntArray, model: ImageModel, name: str
+) -> tuple[Table, Table]:
+    """Return the images of one document, by modality, and their placeholders by row.
+
+    Raise ValueError if the placeholders are not as many as the rows of features.
+
+    Args:
+        example: has the fields of the images.
+        tokens: [L] token ids of the document.
+        name: name of the document in errors.
+    """
+    images: list[Table] = []
+    placeholders: list[Table] = []
+    count = 0
+    for number, modality in enumerate(model.modalities):
+        figures = modality.figures(example, tokens, name)
+        own = np.zeros(len(figures.rows), IMAGE)
+        own["modality"] = number
+        own["index"] = np.arange(len(own))
+        own["rows"] = figures.rows
+        own["cost"] = model.costs(figures)
+        runs = _placeholder_runs(figures, np.flatnonzero(tokens == modality.token_id))
+        runs["image"] += count
+        count += len(own)
+        images.append(own)
+        placeholders.append(runs)
+    runs = np.concatenate(placeholders)
+    return np.concatenate(images), runs[np.argsort(runs["start"], kind="stable")]
+
+
+def _placeholder_runs(figures: ImageFigures, rows: IntArray) -> Table:
+    """Return the placeholders of one modality as runs of rows that follow each other."""
+    image = np.repeat(np.arange(len(figures.rows)), figures.rows)
+    first_of_image = np.repeat(np.cumsum(figures.rows) - figures.rows, figures.rows)
+    begins = np.ones(len(rows), bool)
+    begins[1:] = (rows[1:] != rows[:-1] + 1) | (image[1:] != image[:-1])
+    first = np.flatnonzero(begins)
+    runs = np.zeros(len(first), PLACEHOLDERS)
+    runs["image"] = image[first]
+    runs["start"] = rows[first]
+    runs["stop"] = rows[first] + np.diff(np.append(first, len(rows)))
+    runs["offset"] = first - first_of_image[first]
+    return runs
+
+
+def encoded_inputs(
+    images: DocumentImages,
+    planned: Mapping[str, PlannedImages],
+    rank: int,
+    examples: Mapping[int, Mapping[str, NDArray[Any]]],
+) -> dict[str, torch.Tensor]:
+    """Return the inputs of the encoders on a rank: its images of a micro-batch, or a filler.
+
+    Args:
+        images: of the micro-batch.
+        examples: fields of documents with images that the rank encodes, by their number in the
+            micro-batch.
+    """
+    inputs: dict[str, torch.Tensor] = {}
+    for modality in images.model.modalities:
+        if modality.name not in planned:
+            continue
+        encoded = images._of_modality(modality.name)[planned[modality.name].encoded_by(rank)]
+        parts = [
+            _of_document(modality, encoded, document, examples[document])
+            for document in np.unique(encoded["document"]).tolist()
+        ]
+        # Every rank runs its encoder: DDP, FSDP2 and ZeRO-3 wait for all ranks in it.
+        inputs |= modality.joined(parts or [modality.filler_image()])
+    return inputs
+
+
+def _of_document(
+    modality: Modality, encoded: Table, document: int, example: Mapping[str, NDArray[Any]]
+) -> dict[str, NDArray[Any]]:
+    indices = encoded["index"][encoded["document"] == document].tolist()
+    return modality.select(example, indices)
+
+
+class ProcessedDocuments(Dataset[dict[str, Any]]):
+    """Documents that a collator of images makes when they are read, one at a time.
+
+    Args:
+        dataset: gives examples by index, with texts and images.
+        collate: makes a batch of one example: tokens [1, L], and fields of its images.
+        name: name of the data set in errors.
+    """
+
+    def __init__(
+        self, dataset: Any, collate: Callable[[list[dict[str, Any]]], Any], name: str
+    ) -> None:
+        self.dataset = dataset
+        self._collate = collate
+        self._name = name
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        try:
+            # Collators take images out of the example that they get.
+            batch = self._collate([dict(self.dataset[index])])
+        # Files, decoders and processors raise anything.
+        except Exception as error:
+            why = f"{type(error).__name__}: {error}"
+            raise Data.NOT_PROCESSED.error(index=index, name=self._name, why=why) from error
+        return {
+            name: value[0].numpy() if name in TOKEN_COLUMNS else np.asarray(value)
+            for name, value in batch.items()
+        }

@@ -1,0 +1,121 @@
+"""Encoders of images in a planned step: a rank encodes its share of all images of the micro-batch.
+
+The forward of a model encodes the pixels that it is given, and puts the features in place of
+placeholders. In a planned step a rank is given the pixels that it encodes, and it has the
+placeholders that it holds. `plan_encoders` gives the model a subclass whose methods
+`get_image_features` and `get_video_features` return the features of the held placeholders.
+"""
+
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from hf_distca.dispatch.bound import BoundPlan
+from hf_distca.models.decoder import base_model
+from hf_distca.models.images import encoding_module, feature_fields
+from hf_distca.patches.modules import subclass, uncompiled
+from hf_distca.plan import PLAN_KEY
+
+BY_LAYER = "deepstack_features"
+"""Output of an encoder that has features for several layers."""
+
+_running: ContextVar[BoundPlan | None] = ContextVar(
+    "plan of the model whose forward runs", default=None
+)
+
+
+def plan_encoders(model: PreTrainedModel) -> None:
+    """Let a model encode a rank's share of images in planned steps, in place."""
+    encoder = encoding_module(base_model(model))
+    if encoder is not None and not isinstance(encoder, _PlannedEncoders):
+        encoder.__class__ = subclass(type(encoder), _PlannedEncoders)
+
+
+class _PlannedEncoders(nn.Module):
+    """Base that precedes the class of a model with encoders."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        plan = kwargs.get(PLAN_KEY)
+        if not isinstance(plan, BoundPlan) or not plan.images:
+            return super().forward(*args, **kwargs)
+        return self._planned_forward(plan, args, kwargs)
+
+    # Only this function stays uncompiled, and what it calls may be compiled.
+    @uncompiled("a plan is made known to encoders", recursive=False)
+    def _planned_forward(
+        self, plan: BoundPlan, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        token = _running.set(plan)
+        try:
+            return super().forward(*args, **kwargs)
+        finally:
+            _running.reset(token)
+
+    def get_image_features(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the features of images; in a planned step those of the held placeholders."""
+        return self._features("image", args, kwargs)
+
+    def get_video_features(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the features of videos; in a planned step those of the held placeholders."""
+        return self._features("video", args, kwargs)
+
+    def _features(self, modality: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        encode: Any = getattr(super(), f"get_{modality}_features")
+        plan = _running.get()
+        if plan is None:
+            return encode(*args, **kwargs)
+        # The encoder's own attention is not planned.
+        kwargs.pop(PLAN_KEY, None)
+        # Some models encode videos by their method for images.
+        token = _running.set(None)
+        try:
+            output = encode(*args, **kwargs)
+        finally:
+            _running.reset(token)
+        return _of_placeholders(output, plan, modality, feature_fields(self))
+
+
+def _of_placeholders(output: Any, plan: BoundPlan, modality: str, fields: tuple[str, ...]) -> Any:
+    """Replace the features of encoded images by those of the placeholders that a rank holds.
+
+    Args:
+        fields: of the output, which have features, or a list of features by layer.
+    """
+    given = {name: value for name in fields if (value := getattr(output, name, None)) is not None}
+    by_layer = [_of_layer(entry) for entry in given.get(BY_LAYER, ())]
+    whole = [value for name, value in given.items() if name != BY_LAYER]
+    encoded = [_rows_of(features) for features in (*whole, *by_layer)]
+    # One exchange for all of them.
+    widths = [rows.shape[1] for rows in encoded]
+    placed = iter(plan.images[modality].to_placeholders(torch.cat(encoded, 1)).split(widths, 1))
+    for name, value in given.items():
+        if name != BY_LAYER:
+            setattr(output, name, _as_given(value, next(placed)))
+    if BY_LAYER in given:
+        output.deepstack_features = [_with_layer(entry, next(placed)) for entry in given[BY_LAYER]]
+    return output
+
+
+def _of_layer(entry: Any) -> Any:
+    """Return the features of an entry by layer: features, or a layer's number and features."""
+    return entry[1] if isinstance(entry[0], int) else entry
+
+
+def _with_layer(entry: Any, rows: Tensor) -> Any:
+    """Return an entry by layer with other rows."""
+    placed = _as_given(_of_layer(entry), rows)
+    return (entry[0], placed) if isinstance(entry[0], int) else placed
+
+
+def _rows_of(features: Any) -> Tensor:
+    """Return features [rows, D], given a tensor [..., D] or a list of them for each image."""
+    tensors = [features] if isinstance(features, Tensor) else list(features)
+    return torch.cat([tensor.reshape(-1, tensor.shape[-1]) for tensor in tensors])
+
+
+def _as_given(given: Any, rows: Tensor) -> Any:
+    """Return rows as a tensor of as many dimensions, or in a list, as the features were given."""
+    return rows[(None,) * (given.dim() - 2)] if isinstance(given, Tensor) else [rows]

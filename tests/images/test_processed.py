@@ -12,7 +12,8 @@ from hf_distca.collator import images as images_module
 from hf_distca.collator.documents import Columns
 from hf_distca.collator.images import PartOfDataset, ProcessedDocuments, read_images
 from hf_distca.models.images import image_model
-from tests.images.families import tiny_model
+from hf_distca.planner.images import PLACEHOLDERS
+from tests.images.families import IMAGE, tiny_model
 from tests.images.pictures import chats, processor
 from tests.refused import refused
 
@@ -70,3 +71,17 @@ def test_an_error_names_the_document_of_the_data_set(tmp_path: Path):
             read(broken, share)
     with pytest.raises(ValueError, match="document 2 of train_dataset"):
         documents_of(broken)[2]
+
+
+def test_images_that_follow_each_other_at_once():
+    """Two images without a token between them, and the second one in two lines."""
+    model = image_model(tiny_model("qwen3_vl", "distca"))
+    assert model is not None
+    example = {
+        "input_ids": [5, IMAGE, IMAGE, IMAGE, 6, IMAGE],
+        "pixel_values": np.zeros((16, 384), np.float32),
+        "image_grid_thw": [[1, 4, 2], [1, 2, 4]],
+    }
+    part = read_images([example], model, Columns(images=model.fields), "train_dataset", (0, 1))
+    runs = np.frombuffer(part.placeholders, PLACEHOLDERS)
+    assert runs.tolist() == [(0, 1, 3, 0), (1, 3, 4, 0), (1, 5, 6, 1)]

@@ -137,6 +137,8 @@ def test_families(rank_pools, tmp_path, family, ranks, ping_pong):
     # Each image is encoded once in each micro-batch.
     encoded = [sum(step) for step in zip(*(result[2] for result in results), strict=True)]
     assert set(encoded) == {sum(COUNTS)}
+    if ranks == 2:  # images are divided
+        assert all(0 < images < sum(COUNTS) for result in results for images in result[2])
 
 
 def test_equal_tokens_stand_for_other_images(rank_pools, tmp_path):

@@ -105,7 +105,11 @@ class Chats(Sequence[dict[str, Any]]):
             tokens.append(np.full(int(np.prod(grid)) // 4, self._token_id))
             tokens.append(np.zeros(part, np.int64))
         chat: dict[str, Any] = {"input_ids": np.concatenate(tokens)}
-        return {**chat, "image_grid_thw": np.array(grids)} if grids else chat
+        if not grids:
+            return chat
+        # Zeros that take no memory: only sizes are counted.
+        pixels = np.broadcast_to(np.float32(0), (int(np.prod(grids, 1).sum()), PATCH_VALUES))
+        return {**chat, "image_grid_thw": np.array(grids), "pixel_values": pixels}
 
 
 def _grid(random: np.random.Generator) -> tuple[int, int, int]:

@@ -90,7 +90,7 @@ class Modality:
     @property
     def fields(self) -> tuple[str, ...]:
         """Names of the fields."""
-        return (*(field.name for field in self.inputs), *self.of_positions)
+        return tuple(dict.fromkeys((*(field.name for field in self.inputs), *self.of_positions)))
 
     def count(self, example: Mapping[str, Any]) -> int:
         """Return the number of images of an example; one without the fields has none."""

@@ -1,10 +1,11 @@
 """Images of a data set's documents: where their placeholders are, and their inputs by rank."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
+import datasets
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -151,6 +152,9 @@ def read_images(
 ) -> PartOfDataset:
     """Read the lengths and the images of a part of a data set's documents, each document once.
 
+    `datasets` keeps on disk what it has read of a stored data set that is processed when it is
+    read, and a later run with the same data and processor does not process it for this.
+
     Raise ValueError for a document that cannot be trained on, such as one whose placeholders are
     not as many as the rows of its images.
 
@@ -165,29 +169,49 @@ def read_images(
     if is_stored(dataset):
         dataset = dataset.select_columns(columns.used(dataset.column_names, name))
         dataset = dataset.with_format("numpy")
+    read = partial(_figures_of, columns=columns, model=model, name=name, limits=limits)
+    if isinstance(dataset, ProcessedDocuments):
+        figures = dataset.map(read, documents)
+    else:
+        figures = (read(dataset[document], document) for document in documents)
     lengths: list[int] = []
-    images: list[Table] = []
-    placeholders: list[Table] = []
+    images = [np.zeros(0, IMAGE)]
+    placeholders = [np.zeros(0, PLACEHOLDERS)]
     count = 0
-    for document in documents:
-        example = dataset[document]
-        in_errors = f"document {document} of {name}"
-        rows = token_document(example, in_errors, columns)
-        limits.check_document(rows, in_errors)
-        tokens = rows[0]
-        lengths.append(len(tokens))
-        own, runs = images_of(example, tokens, model, in_errors)
-        own["document"] = document
+    for of_document in figures:
+        lengths.append(of_document["length"])
+        images.append(np.frombuffer(of_document["images"], IMAGE))
+        runs = np.frombuffer(of_document["placeholders"], PLACEHOLDERS).copy()
         runs["image"] += count
-        count += len(own)
-        images.append(own)
+        count += len(images[-1])
         placeholders.append(runs)
-    no_images, no_runs = np.zeros(0, IMAGE), np.zeros(0, PLACEHOLDERS)
     return PartOfDataset(
         np.array(lengths, np.int64).tobytes(),
-        np.concatenate([no_images, *images]).tobytes(),
-        np.concatenate([no_runs, *placeholders]).tobytes(),
+        np.concatenate(images).tobytes(),
+        np.concatenate(placeholders).tobytes(),
     )
+
+
+def _figures_of(
+    example: Mapping[str, Any],
+    document: int,
+    *,
+    columns: Columns,
+    model: ImageModel,
+    name: str,
+    limits: Limits,
+) -> dict[str, Any]:
+    """Return the length of a document, and its images and placeholders as bytes."""
+    in_errors = f"document {document} of {name}"
+    rows = token_document(example, in_errors, columns)
+    limits.check_document(rows, in_errors)
+    images, placeholders = images_of(example, rows[0], model, in_errors)
+    images["document"] = document
+    return {
+        "length": rows.shape[1],
+        "images": images.tobytes(),
+        "placeholders": placeholders.tobytes(),
+    }
 
 
 def images_of(
@@ -277,27 +301,80 @@ class ProcessedDocuments(Dataset[dict[str, Any]]):
         dataset: gives examples by index, with texts and images.
         collate: makes a batch of one example: tokens [1, L], and fields of its images.
         name: name of the data set in errors.
+        processes: processes in which `map` reads documents; None for this one.
     """
 
     def __init__(
-        self, dataset: Any, collate: Callable[[list[dict[str, Any]]], Any], name: str
+        self,
+        dataset: Any,
+        collate: Callable[[list[dict[str, Any]]], Any],
+        name: str,
+        processes: int | None = None,
     ) -> None:
         self.dataset = dataset
         self._collate = collate
         self._name = name
+        self._processes = processes
 
     def __len__(self) -> int:
         return len(self.dataset)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        try:
-            # Collators take images out of the example that they get.
-            batch = self._collate([dict(self.dataset[index])])
-        # Files, decoders and processors raise anything.
-        except Exception as error:
-            why = f"{type(error).__name__}: {error}"
-            raise Data.NOT_PROCESSED.error(index=index, name=self._name, why=why) from error
-        return {
-            name: value[0].numpy() if name in TOKEN_COLUMNS else np.asarray(value)
-            for name, value in batch.items()
-        }
+        return _processed(lambda: self.dataset[index], self._collate, self._name, index)
+
+    def map(
+        self, read: Callable[[dict[str, Any], int], dict[str, Any]], documents: range
+    ) -> Iterable[dict[str, Any]]:
+        """Return what a function makes of some documents and their numbers.
+
+        `datasets.Dataset.map` keeps it on disk.
+        """
+        if not isinstance(self.dataset, datasets.Dataset):
+            return (read(self[document], document) for document in documents)
+        part = self.dataset.select(documents)
+        # Pictures are decoded inside the function, where an error names their document.
+        function = partial(
+            _read_row, read=read, collate=self._collate, name=self._name, first=documents.start
+        )
+        rows: Iterable[dict[str, Any]] = part.map(
+            function,
+            with_indices=True,
+            remove_columns=part.column_names,
+            num_proc=self._processes,
+            desc="Sizes of images",
+        )
+        return rows
+
+
+def _read_row(
+    row: Mapping[str, Any],
+    index: int,
+    *,
+    read: Callable[[dict[str, Any], int], dict[str, Any]],
+    collate: Callable[[list[dict[str, Any]]], Any],
+    name: str,
+    first: int,
+) -> dict[str, Any]:
+    """Return what a function makes of a row of a part of a data set that begins at `first`."""
+    document = first + index
+    return read(_processed(lambda: row, collate, name, document), document)
+
+
+def _processed(
+    example: Callable[[], Mapping[str, Any]],
+    collate: Callable[[list[dict[str, Any]]], Any],
+    name: str,
+    index: int,
+) -> dict[str, Any]:
+    """Return the document that a collator makes of an example, which is read here."""
+    try:
+        # Collators take images out of the example that they get.
+        batch = collate([dict(example())])
+    # Files, decoders and processors raise anything.
+    except Exception as error:
+        why = f"{type(error).__name__}: {error}"
+        raise Data.NOT_PROCESSED.error(index=index, name=name, why=why) from error
+    return {
+        column: value[0].numpy() if column in TOKEN_COLUMNS else np.asarray(value)
+        for column, value in batch.items()
+    }

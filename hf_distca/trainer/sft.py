@@ -90,7 +90,8 @@ class DistCASFTTrainer(DistCAMixin, SFTTrainer):
             }
         if is_stream(given):
             raise Data.STREAM_OF_IMAGES.error(name=name)
-        return ProcessedDocuments(given, self.data_collator, name)
+        args: Any = self.args
+        return ProcessedDocuments(given, self.data_collator, name, args.dataset_num_proc)
 
     def evaluate(self, eval_dataset: Any = None, *args: Any, **kwargs: Any) -> dict[str, float]:
         """Evaluate as `SFTTrainer.evaluate` does."""

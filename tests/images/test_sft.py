@@ -48,10 +48,10 @@ def train(folder: str, data: str, planned: bool) -> tuple[list[list[float]], dic
             args = trl.SFTConfig(folder, **ARGUMENTS, **arguments, use_cpu=True)
             trainer = trl.SFTTrainer(tiny_model("qwen3_vl", "sdpa"), args, **given)
         trainer.train()
-        trainer.evaluate(make(COUNTS))
+        trainer.evaluate({"others": make(COUNTS)})
         logs = [entry for entry in trainer.state.log_history if "loss" in entry]
         weights = {name: weight.detach() for name, weight in trainer.model.named_parameters()}
-        evaluated = trainer.state.log_history[-1]["eval_loss"]
+        evaluated = trainer.state.log_history[-1]["eval_others_loss"]
     followed = [[float(entry[name]) for name in FOLLOWED] for entry in logs]
     return [*followed, [evaluated]], weights
 

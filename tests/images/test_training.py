@@ -2,6 +2,8 @@
 
 from typing import Any
 
+import datasets
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -19,14 +21,17 @@ LEARNING_RATE = 0.05
 EXCHANGING = {"balance_block_size": 8, "balance_tolerance": 0.01}
 """Plans under which the rows of small documents travel."""
 STEPS = 3
+Examples = list[dict[str, Any]]
 WITHIN = 1e-5
 """Largest error of losses and weights, relative to the largest value."""
 
 
-def stock_training(family: str) -> tuple[list[float], dict[str, torch.Tensor]]:
+def stock_training(
+    family: str, examples: Examples | None = None
+) -> tuple[list[float], dict[str, torch.Tensor]]:
     """Losses of steps of plain gradient descent on all documents, and the weights after them."""
     model = tiny_model(family, "sdpa")
-    examples = documents(family, COUNTS)
+    examples = examples or documents(family, COUNTS)
     targets = sum(len(example["input_ids"]) - 1 for example in examples)
     losses = []
     for _ in range(STEPS):
@@ -48,14 +53,23 @@ def stock_training(family: str) -> tuple[list[float], dict[str, torch.Tensor]]:
 
 
 def train(
-    folder: str, family: str, strategy: str, arguments: dict[str, Any], ping_pong: bool
+    folder: str,
+    family: str,
+    strategy: str,
+    arguments: dict[str, Any],
+    ping_pong: bool,
+    given: Examples | None = None,
 ) -> tuple[list[float], dict[str, torch.Tensor], list[int]]:
-    """Losses and weights of a training with hf_distca, and the images that this rank encoded."""
+    """Losses and weights of a training with hf_distca, and the images that this rank encoded.
+
+    Args:
+        given: documents of a stored data set; None for a list of documents.
+    """
     encoded: list[int] = []
     with launched(strategy, {}):
         unset_hf_deepspeed_config()
         model = tiny_model(family, "distca")
-        examples = documents(family, COUNTS)
+        examples = given or documents(family, COUNTS)
         tokens = sum(len(example["input_ids"]) for example in examples)
         args = hf_distca.DistCATrainingArguments(
             folder,
@@ -76,7 +90,8 @@ def train(
                 **arguments,
             },
         )
-        trainer = hf_distca.DistCATrainer(model=model, args=args, train_dataset=examples)
+        dataset = examples if given is None else datasets.Dataset.from_list(given)
+        trainer = hf_distca.DistCATrainer(model=model, args=args, train_dataset=dataset)
         bind = trainer.dispatcher.bind
 
         def noted(plan: Any) -> Any:
@@ -122,6 +137,21 @@ def test_families(rank_pools, tmp_path, family, ranks, ping_pong):
     # Each image is encoded once in each micro-batch.
     encoded = [sum(step) for step in zip(*(result[2] for result in results), strict=True)]
     assert set(encoded) == {sum(COUNTS)}
+    if ranks == 2:  # images are divided
+        assert all(0 < images < sum(COUNTS) for result in results for images in result[2])
+
+
+def test_equal_tokens_stand_for_other_images(rank_pools, tmp_path):
+    """Documents with equal tokens and other pixels share no prefix; another document has text."""
+    seen, text = documents("qwen3_vl", [2, 0], [200, 40])
+    other = {**seen, "pixel_values": -seen["pixel_values"]}
+    examples = [
+        {name: np.asarray(value).tolist() for name, value in example.items()}
+        for example in (seen, text, other)
+    ]
+    expected = stock_training("qwen3_vl", examples)
+    for result in rank_pools[2].run(train, str(tmp_path), "qwen3_vl", "ddp", {}, True, examples):
+        assert_equal(result, expected)
 
 
 @pytest.mark.parametrize("strategy", ["fsdp2", "zero2", "zero3"])

@@ -34,17 +34,17 @@ def test_no_rank_has_more_than_the_mean_and_the_costliest_image(costs, ranks):
 
 
 def test_a_document_that_is_cut_inside_an_image():
-    """Rank 0 holds rows 0 to 4, rank 1 rows 4 to 9. The image has rows 2 to 6, and a row between
+    """Rank 0 holds rows 0 to 3, rank 1 rows 3 to 9. The image has rows 2 to 6, and a row between
     its second and third placeholder.
     """
     images = np.array([(0, 0, 0, 3, 1.0)], IMAGE)
     placeholders = np.array([(0, 2, 4, 0), (0, 5, 6, 2)], PLACEHOLDERS)
     held = np.zeros(2, TOKENS)
     held["rank"] = [0, 1]
-    held["start"], held["stop"] = [0, 4], [4, 9]
+    held["start"], held["stop"] = [0, 3], [3, 9]
     planned = plan_images(images, placeholders, held, 2, ["image"])["image"]
-    assert planned.features.tolist() == [(0, 0, 2, 0, 0), (0, 2, 3, 1, 0)]
-    assert planned.encoders.tolist() == [0]
+    assert planned.features.tolist() == [(0, 0, 1, 0, 0), (0, 1, 2, 1, 0), (0, 2, 3, 1, 1)]
+    assert planned.encoders.tolist() == [1]
     assert travelling_rows(planned) == 1
 
 

@@ -17,8 +17,8 @@ from torch import nn
 from transformers import PreTrainedConfig
 
 from hf_distca.checks.data_rules import Data
+from hf_distca.plan.arrays import FloatArray, IntArray
 
-IntArray = NDArray[np.int64]
 Fields = Mapping[str, NDArray[Any]]
 """Fields of a document's images, by the name of the encoder's argument."""
 
@@ -95,8 +95,8 @@ class Modality:
     def count(self, example: Mapping[str, Any]) -> int:
         """Return the number of images of an example; one without the fields has none."""
         if self.sizes:
-            given = example.get(self.sizes)
-            return 0 if given is None else len(given)
+            sizes = example.get(self.sizes)
+            return 0 if sizes is None else len(sizes)
         pixels = example.get(self.values)
         if pixels is None:
             return 0
@@ -119,8 +119,8 @@ class Modality:
             field.name for field in self.inputs if images and example.get(field.name) is None
         ]
         if missing:
-            given = sorted(name for name in self.fields if example.get(name) is not None)
-            raise Data.MISSING_IMAGE_FIELD.error(name=name, given=given, missing=missing)
+            present = sorted(field for field in self.fields if example.get(field) is not None)
+            raise Data.MISSING_IMAGE_FIELD.error(name=name, given=present, missing=missing)
         placeholders = int(np.count_nonzero(tokens == self.token_id))
         if self.kind == "grid":
             grids = self._grids(example) if images else np.zeros((0, 3), np.int64)
@@ -225,9 +225,9 @@ class ImageModel:
         """Names of the fields of all modalities."""
         return frozenset(field for modality in self.modalities for field in modality.fields)
 
-    def costs(self, figures: ImageFigures) -> NDArray[np.float64]:
+    def costs(self, figures: ImageFigures) -> FloatArray:
         """Return [images] the work of the encoder."""
-        costs: NDArray[np.float64] = self.linear * figures.patches + self.quadratic * figures.pairs
+        costs: FloatArray = self.linear * figures.patches + self.quadratic * figures.pairs
         return costs
 
     def positions(self, tokens: IntArray, example: Fields) -> IntArray:

@@ -17,7 +17,7 @@ from hf_distca.checks.data_rules import Data
 from hf_distca.collator.documents import Columns, check_dataset, is_stored, token_document
 from hf_distca.plan import PlannedImages
 from hf_distca.plan.arrays import IntArray, Table
-from hf_distca.planner.images import IMAGE, PLACEHOLDERS
+from hf_distca.planner.images import IMAGE, PLACEHOLDERS, joined_images
 
 TOKEN_COLUMNS = ("input_ids", "labels", "attention_mask")
 """Columns with one number for each token."""
@@ -43,15 +43,11 @@ class DocumentImages:
         cls, model: ImageModel, parts: Sequence["PartOfDataset"]
     ) -> "DocumentImages | None":
         """Return the images of a data set whose parts `read_images` read; None without images."""
-        images = [np.frombuffer(part.images, IMAGE) for part in parts]
-        if not any(map(len, images)):
-            return None
-        placeholders = [np.frombuffer(part.placeholders, PLACEHOLDERS).copy() for part in parts]
-        before = 0
-        for images_of_part, placeholders_of_part in zip(images, placeholders, strict=True):
-            placeholders_of_part["image"] += before
-            before += len(images_of_part)
-        return cls(model, np.concatenate(images), np.concatenate(placeholders))
+        images, placeholders = joined_images(
+            (np.frombuffer(part.images, IMAGE), np.frombuffer(part.placeholders, PLACEHOLDERS))
+            for part in parts
+        )
+        return cls(model, images, placeholders) if len(images) else None
 
     @property
     def documents(self) -> IntArray:
@@ -66,27 +62,16 @@ class DocumentImages:
 
     def of_documents(self, documents: IntArray) -> "DocumentImages":
         """Return the images of some documents, which get new numbers: their order here."""
-        images: list[Table] = []
-        placeholders: list[Table] = []
-        count = 0
+        parts: list[tuple[Table, Table]] = []
         for number, document in enumerate(documents.tolist()):
             first, last = np.searchsorted(self.images["document"], [document, document + 1])
-            if first == last:
-                continue
             own = self.images[first:last].copy()
             own["document"] = number
             begin, end = np.searchsorted(self._documents_of_placeholders, [document, document + 1])
             runs = self.placeholders[begin:end].copy()
-            runs["image"] += count - first
-            count += len(own)
-            images.append(own)
-            placeholders.append(runs)
-        return DocumentImages(
-            self.model,
-            np.concatenate(images) if images else np.zeros(0, IMAGE),
-            np.concatenate(placeholders) if placeholders else np.zeros(0, PLACEHOLDERS),
-            self.always,
-        )
+            runs["image"] -= first
+            parts.append((own, runs))
+        return DocumentImages(self.model, *joined_images(parts), self.always)
 
     def check_whole(
         self, spans: Table, lengths: IntArray, name: str, limit: str, capacity: int
@@ -113,13 +98,13 @@ class DocumentImages:
     def encoded_by(self, planned: Mapping[str, PlannedImages], rank: int) -> IntArray:
         """Return the documents of whose images a rank encodes some, in order."""
         documents = [
-            self._of_modality(modality.name)["document"][planned[modality.name].encoded_by(rank)]
+            self.of_modality(modality.name)["document"][planned[modality.name].encoded_by(rank)]
             for modality in self.model.modalities
             if modality.name in planned
         ]
         return np.unique(np.concatenate(documents)) if documents else np.zeros(0, np.int64)
 
-    def _of_modality(self, name: str) -> Table:
+    def of_modality(self, name: str) -> Table:
         """Return the images of one modality in order."""
         number = [modality.name for modality in self.model.modalities].index(name)
         return self.images.compress(self.images["modality"] == number)
@@ -164,8 +149,8 @@ def read_images(
     check_dataset(dataset, name)
     if len(dataset) == 0:
         raise Data.EMPTY.error(name=name)
-    part, parts = share
-    documents = range(len(dataset) * part // parts, len(dataset) * (part + 1) // parts)
+    part, count = share
+    documents = range(len(dataset) * part // count, len(dataset) * (part + 1) // count)
     if is_stored(dataset):
         dataset = dataset.select_columns(columns.used(dataset.column_names, name))
         dataset = dataset.with_format("numpy")
@@ -175,20 +160,14 @@ def read_images(
     else:
         figures = (read(dataset[document], document) for document in documents)
     lengths: list[int] = []
-    images = [np.zeros(0, IMAGE)]
-    placeholders = [np.zeros(0, PLACEHOLDERS)]
-    count = 0
-    for of_document in figures:
-        lengths.append(of_document["length"])
-        images.append(np.frombuffer(of_document["images"], IMAGE))
-        runs = np.frombuffer(of_document["placeholders"], PLACEHOLDERS).copy()
-        runs["image"] += count
-        count += len(images[-1])
-        placeholders.append(runs)
+    parts: list[tuple[Table, Table]] = []
+    for row in figures:
+        lengths.append(row["length"])
+        runs = np.frombuffer(row["placeholders"], PLACEHOLDERS)
+        parts.append((np.frombuffer(row["images"], IMAGE), runs))
+    images, placeholders = joined_images(parts)
     return PartOfDataset(
-        np.array(lengths, np.int64).tobytes(),
-        np.concatenate(images).tobytes(),
-        np.concatenate(placeholders).tobytes(),
+        np.array(lengths, np.int64).tobytes(), images.tobytes(), placeholders.tobytes()
     )
 
 
@@ -226,9 +205,7 @@ def images_of(
         tokens: [L] token ids of the document.
         name: name of the document in errors.
     """
-    images: list[Table] = []
-    placeholders: list[Table] = []
-    count = 0
+    parts: list[tuple[Table, Table]] = []
     for number, modality in enumerate(model.modalities):
         figures = modality.figures(example, tokens, name)
         own = np.zeros(len(figures.rows), IMAGE)
@@ -237,12 +214,9 @@ def images_of(
         own["rows"] = figures.rows
         own["cost"] = model.costs(figures)
         runs = _placeholder_runs(figures, np.flatnonzero(tokens == modality.token_id))
-        runs["image"] += count
-        count += len(own)
-        images.append(own)
-        placeholders.append(runs)
-    runs = np.concatenate(placeholders)
-    return np.concatenate(images), runs[np.argsort(runs["start"], kind="stable")]
+        parts.append((own, runs))
+    images, placeholders = joined_images(parts)
+    return images, placeholders[np.argsort(placeholders["start"], kind="stable")]
 
 
 def _placeholder_runs(figures: ImageFigures, rows: IntArray) -> Table:
@@ -277,7 +251,7 @@ def encoded_inputs(
     for modality in images.model.modalities:
         if modality.name not in planned:
             continue
-        encoded = images._of_modality(modality.name)[planned[modality.name].encoded_by(rank)]
+        encoded = images.of_modality(modality.name)[planned[modality.name].encoded_by(rank)]
         parts = [
             _of_document(modality, encoded, document, examples[document])
             for document in np.unique(encoded["document"]).tolist()

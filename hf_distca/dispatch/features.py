@@ -7,7 +7,6 @@ dimension of features.
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from hf_distca.dispatch.process_groups import Groups
@@ -72,13 +71,8 @@ class BoundImages:
     def _exchanged(self, rows: Tensor, sent: list[int], received: list[int]) -> Tensor:
         if not self._crosses:
             return rows
-        self._groups.check_open()
-        arriving = rows.new_empty((sum(received), *rows.shape[1:]))
-        with self._groups.waits.of("features of images that other ranks encode"):
-            dist.all_to_all_single(
-                arriving, rows.contiguous(), received, sent, group=self._groups.exchange
-            )
-        return arriving
+        name = "features of images that other ranks encode"
+        return self._groups.exchange_rows(rows, sent, received, name)
 
 
 class _Travel(torch.autograd.Function):

@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from hf_distca.batches.images import ImageModel
@@ -281,14 +280,8 @@ class RowTravel:
         """Return the rows that this rank receives, by the rank that they come from."""
         if not self._crosses:
             return rows
-        self._groups.check_open()
-        arriving = rows.new_empty((sum(received), *rows.shape[1:]))
-        bytes_sent, bytes_received = (_as_bytes(x) for x in (rows, arriving))
-        with self._groups.waits.of("rows of padded batches of other ranks"):
-            dist.all_to_all_single(
-                bytes_received, bytes_sent, received, sent, group=self._groups.exchange
-            )
-        return arriving
+        name = "rows of padded batches of other ranks"
+        return self._groups.exchange_rows(rows, sent, received, name)
 
 
 def _counts(ranks: IntArray, rows: IntArray, number_of_ranks: int) -> list[int]:
@@ -296,11 +289,6 @@ def _counts(ranks: IntArray, rows: IntArray, number_of_ranks: int) -> list[int]:
         np.bincount(ranks, weights=rows, minlength=number_of_ranks).astype(int).tolist()
     )
     return counts
-
-
-def _as_bytes(rows: Tensor) -> Tensor:
-    """Return a view [rows, bytes of a row]: backends do not know every dtype."""
-    return rows.reshape(len(rows), rows.shape[1:].numel()).view(torch.uint8)
 
 
 class _ReturnToBatch(torch.autograd.Function):

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from hf_distca.checks.refusal import RefusedError, SentenceError, told
@@ -245,9 +246,34 @@ class Groups:
         """
         _raise_any(error, partial(self.all_gather, in_world=in_world, contents="checks"))
 
+    def exchange_rows(
+        self, rows: Tensor, sent: list[int], received: list[int], name: str
+    ) -> Tensor:
+        """Return the rows that this rank receives, by the rank that they come from.
+
+        A collective of the ranks.
+
+        Args:
+            rows: rows [n, ...] that this rank sends, by the rank that they go to.
+            sent: [ranks] rows for each rank.
+            received: [ranks] rows from each rank.
+            name: what the ranks wait for.
+        """
+        self.check_open()
+        arriving = rows.new_empty((sum(received), *rows.shape[1:]))
+        bytes_sent, bytes_received = (_as_bytes(tensor) for tensor in (rows, arriving))
+        with self.waits.of(name):
+            dist.all_to_all_single(bytes_received, bytes_sent, received, sent, group=self.exchange)
+        return arriving
+
     def raised_together(self, *, in_world: bool = False) -> AbstractContextManager[None]:
         """Raise an error inside the context as `raise_together` does."""
         return _raised_together(partial(self.all_gather, in_world=in_world, contents="checks"))
+
+
+def _as_bytes(rows: Tensor) -> Tensor:
+    """Return a view [rows, bytes of a row]: backends do not know every dtype."""
+    return rows.reshape(len(rows), rows.shape[1:].numel()).view(torch.uint8)
 
 
 def raised_together(timeout_s: float) -> AbstractContextManager[None]:

@@ -115,8 +115,8 @@ def encoder_work(vision: Any) -> tuple[float, float]:
     inner = _first_of(vision, ("intermediate_size",))
     inner = inner or int(hidden * (getattr(vision, "mlp_ratio", None) or 4))
     matrices = 3 if getattr(vision, "hidden_act", "") == "silu" else 2
-    whole = getattr(vision, "fullatt_block_indexes", None)
-    full_layers = layers if whole is None else len(whole)
+    layers_without_windows = getattr(vision, "fullatt_block_indexes", None)
+    full_layers = layers if layers_without_windows is None else len(layers_without_windows)
     return float(layers * (4 * hidden**2 + matrices * hidden * inner)), 2.0 * full_layers * hidden
 
 
@@ -216,8 +216,11 @@ def _masked_images_of_rows(encoder: _Encoder) -> Modality:
 def _tiles(encoder: _Encoder) -> Modality:
     """Return padded tiles [images, tiles, ...] of images, and their sizes in pixels."""
     height, width = encoder.sides
-    most = select_best_resolution(encoder.sides, encoder.config.image_grid_pinpoints)
-    count = 1 + math.ceil(most[0] / height) * math.ceil(most[1] / width)  # and the whole image
+    tiled_height, tiled_width = select_best_resolution(
+        encoder.sides, encoder.config.image_grid_pinpoints
+    )
+    # Beside the tiles there is the whole image.
+    count = 1 + math.ceil(tiled_height / height) * math.ceil(tiled_width / width)
     tiles = Field(encoder.pixels, (1, count, *_image(encoder)[1:]), 0.0)
     sizes = Field("image_sizes", (1, 2), (height, width))
     return encoder.modality("document", tiles, sizes, padded=True)

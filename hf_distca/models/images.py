@@ -17,14 +17,14 @@ ENCODES = {"image": "get_image_features", "video": "get_video_features"}
 
 def image_model(model: nn.Module) -> ImageModel | None:
     """Return how a model takes images and videos; None if it takes none, or none that is known."""
-    found = _read(model)
-    return found if isinstance(found, ImageModel) else None
+    model_or_reason = _read(model)
+    return model_or_reason if isinstance(model_or_reason, ImageModel) else None
 
 
 def why_no_images(model: nn.Module) -> str:
     """Return why a model's images cannot be trained on; "" if they can."""
-    found = _read(model)
-    return found if isinstance(found, str) else ""
+    model_or_reason = _read(model)
+    return model_or_reason if isinstance(model_or_reason, str) else ""
 
 
 def encoding_module(base: PreTrainedModel) -> nn.Module | None:

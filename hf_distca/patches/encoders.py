@@ -6,25 +6,20 @@ placeholders that it holds. `plan_encoders` gives the model a subclass whose met
 `get_image_features` and `get_video_features` return the features of the held placeholders.
 """
 
-from contextvars import ContextVar
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_distca.dispatch.bound import BoundPlan
 from hf_distca.models.decoder import base_model
 from hf_distca.models.images import encoding_module, feature_fields
-from hf_distca.patches.modules import subclass, uncompiled
+from hf_distca.patches.modules import KnowsPlan, running_plan, subclass
 from hf_distca.plan import PLAN_KEY
 
 BY_LAYER = "deepstack_features"
 """Output of an encoder that has features for several layers."""
-
-_running: ContextVar[BoundPlan | None] = ContextVar(
-    "plan of the model whose forward runs", default=None
-)
 
 
 def plan_encoders(model: PreTrainedModel) -> None:
@@ -34,25 +29,8 @@ def plan_encoders(model: PreTrainedModel) -> None:
         encoder.__class__ = subclass(type(encoder), _PlannedEncoders)
 
 
-class _PlannedEncoders(nn.Module):
+class _PlannedEncoders(KnowsPlan):
     """Base that precedes the class of a model with encoders."""
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        plan = kwargs.get(PLAN_KEY)
-        if not isinstance(plan, BoundPlan) or not plan.images:
-            return super().forward(*args, **kwargs)
-        return self._planned_forward(plan, args, kwargs)
-
-    # Only this function stays uncompiled, and what it calls may be compiled.
-    @uncompiled("a plan is made known to encoders", recursive=False)
-    def _planned_forward(
-        self, plan: BoundPlan, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        token = _running.set(plan)
-        try:
-            return super().forward(*args, **kwargs)
-        finally:
-            _running.reset(token)
 
     def get_image_features(self, *args: Any, **kwargs: Any) -> Any:
         """Return the features of images; in a planned step those of the held placeholders."""
@@ -64,17 +42,17 @@ class _PlannedEncoders(nn.Module):
 
     def _features(self, modality: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         encode: Any = getattr(super(), f"get_{modality}_features")
-        plan = _running.get()
-        if plan is None:
+        plan = running_plan.get()
+        if plan is None or modality not in plan.images:
             return encode(*args, **kwargs)
         # The encoder's own attention is not planned.
         kwargs.pop(PLAN_KEY, None)
         # Some models encode videos by their method for images.
-        token = _running.set(None)
+        token = running_plan.set(None)
         try:
             output = encode(*args, **kwargs)
         finally:
-            _running.reset(token)
+            running_plan.reset(token)
         return _of_placeholders(output, plan, modality, feature_fields(self))
 
 
@@ -84,18 +62,21 @@ def _of_placeholders(output: Any, plan: BoundPlan, modality: str, fields: tuple[
     Args:
         fields: of the output, which have features, or a list of features by layer.
     """
-    given = {name: value for name in fields if (value := getattr(output, name, None)) is not None}
-    by_layer = [_of_layer(entry) for entry in given.get(BY_LAYER, ())]
-    whole = [value for name, value in given.items() if name != BY_LAYER]
-    encoded = [_rows_of(features) for features in (*whole, *by_layer)]
+    features: dict[str, Any] = {name: getattr(output, name, None) for name in fields}
+    features = {name: value for name, value in features.items() if value is not None}
+    by_layer = [_of_layer(entry) for entry in features.get(BY_LAYER, ())]
+    of_all_layers = [value for name, value in features.items() if name != BY_LAYER]
+    encoded = [_rows_of(value) for value in (*of_all_layers, *by_layer)]
     # One exchange for all of them.
     widths = [rows.shape[1] for rows in encoded]
     placed = iter(plan.images[modality].to_placeholders(torch.cat(encoded, 1)).split(widths, 1))
-    for name, value in given.items():
+    for name, value in features.items():
         if name != BY_LAYER:
             setattr(output, name, _as_given(value, next(placed)))
-    if BY_LAYER in given:
-        output.deepstack_features = [_with_layer(entry, next(placed)) for entry in given[BY_LAYER]]
+    if BY_LAYER in features:
+        output.deepstack_features = [
+            _with_layer(entry, next(placed)) for entry in features[BY_LAYER]
+        ]
     return output
 
 

@@ -14,11 +14,15 @@ per-thread state is therefore the same in both nano-batches.
 """
 
 from collections.abc import Callable
+from contextvars import ContextVar
 from copy import deepcopy
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
+
+from hf_distca.dispatch.bound import BoundPlan
+from hf_distca.plan import PLAN_KEY
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 BATCHES = "batches"
@@ -37,6 +41,34 @@ def uncompiled(reason: str, *, recursive: bool = True) -> Callable[[Function], F
         recursive=recursive, reason=reason
     )
     return decorator
+
+
+running_plan: ContextVar[BoundPlan | None] = ContextVar(
+    "plan of the module whose forward runs", default=None
+)
+"""Plan for what a module's forward calls without keywords; None outside of a planned step."""
+
+
+class KnowsPlan(nn.Module):
+    """Base that precedes the class of a module whose forward makes its plan known."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the forward of the module's own class, with its plan known if it has one."""
+        plan = kwargs.get(PLAN_KEY)
+        if not isinstance(plan, BoundPlan):
+            return super().forward(*args, **kwargs)
+        return self._planned_forward(plan, args, kwargs)
+
+    # Only this function stays uncompiled, and what it calls may be compiled.
+    @uncompiled("a plan is made known to other modules", recursive=False)
+    def _planned_forward(
+        self, plan: BoundPlan, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        token = running_plan.set(plan)
+        try:
+            return super().forward(*args, **kwargs)
+        finally:
+            running_plan.reset(token)
 
 
 class _Changed(nn.Module):

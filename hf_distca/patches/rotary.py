@@ -13,7 +13,6 @@ Shape suffixes: T rows, D head dim.
 """
 
 import inspect
-from contextvars import ContextVar
 from copy import copy
 from types import SimpleNamespace
 from typing import Any
@@ -26,19 +25,14 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from hf_distca.dispatch.bound import BoundPlan
 from hf_distca.models.decoder import base_model, stock_forward
 from hf_distca.models.rotary_types import SCALING_BY_LENGTH, depends_on_length, rotary_modules
-from hf_distca.patches.modules import subclass, uncompiled
+from hf_distca.patches.modules import KnowsPlan, running_plan, subclass, uncompiled
 from hf_distca.patches.split import Parts, join_results
-from hf_distca.plan import PLAN_KEY
 
 DOCUMENTS: Parts = (
     "a rotary embedding's",
     "train this model with stock attention and transformers' Trainer",
 )
 """Whose rows are divided, and the remedy if they cannot be divided, for error messages."""
-
-_running: ContextVar[BoundPlan | None] = ContextVar(
-    "plan of the module whose forward runs", default=None
-)
 
 
 def plan_rotary(model: PreTrainedModel) -> None:
@@ -52,8 +46,8 @@ def plan_rotary(model: PreTrainedModel) -> None:
             continue
         module.__class__ = subclass(type(module), _PlannedRotary)
         owner = _owner(base, name)
-        if not isinstance(owner, _RotaryOwner):
-            owner.__class__ = subclass(type(owner), _RotaryOwner)
+        if not isinstance(owner, KnowsPlan):
+            owner.__class__ = subclass(type(owner), KnowsPlan)
 
 
 def _owner(model: nn.Module, name: str) -> nn.Module:
@@ -68,32 +62,11 @@ def _owner(model: nn.Module, name: str) -> nn.Module:
     return owner
 
 
-class _RotaryOwner(nn.Module):
-    """Base that precedes the class of a module that calls a rotary embedding."""
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        plan = kwargs.get(PLAN_KEY)
-        if not isinstance(plan, BoundPlan):
-            return super().forward(*args, **kwargs)
-        return self._planned_forward(plan, args, kwargs)
-
-    # Only this function stays uncompiled, and what it calls may be compiled.
-    @uncompiled("a plan is made known to rotary embeddings", recursive=False)
-    def _planned_forward(
-        self, plan: BoundPlan, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        token = _running.set(plan)
-        try:
-            return super().forward(*args, **kwargs)
-        finally:
-            _running.reset(token)
-
-
 class _PlannedRotary(nn.Module):
     """Base that precedes a rotary embedding's own class."""
 
     def forward(self, x: Tensor, position_ids: Tensor, layer_type: str | None = None) -> Any:
-        plan = _running.get()
+        plan = running_plan.get()
         options = {} if layer_type is None else {"layer_type": layer_type}
         if plan is None:
             return super().forward(x, position_ids, **options)

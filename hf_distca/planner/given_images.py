@@ -1,6 +1,6 @@
 """Images of padded batches: the rank that is given an image encodes it.
 
-An image whose features no rank needs is left out, since sequences that begin alike share rows.
+An image whose features no rank needs is left out, since sequences with equal prefixes share rows.
 """
 
 from collections.abc import Collection, Sequence
@@ -11,7 +11,7 @@ import numpy as np
 
 from hf_distca.plan import MicroBatchPlan
 from hf_distca.plan.arrays import IntArray, Table
-from hf_distca.planner.images import IMAGE, PLACEHOLDERS, by_modality, held_features
+from hf_distca.planner.images import IMAGE, PLACEHOLDERS, by_modality, held_features, joined_images
 from hf_distca.planner.sequences import PlannedSequences
 
 
@@ -69,15 +69,12 @@ def _joined(
 
     Planned sequences are in the order of ranks and indices, and so are placeholders.
     """
-    images: list[Table] = []
-    placeholders: list[Table] = []
+    parts: list[tuple[Table, Table]] = []
     for rank, given in enumerate(images_of_ranks):
         own = np.frombuffer(given.images, IMAGE).copy()
         of_rank = np.flatnonzero(sources == rank)
         own["document"] = of_rank[np.searchsorted(indices[of_rank], own["document"])]
-        runs = np.frombuffer(given.placeholders, PLACEHOLDERS).copy()
-        runs["image"] += sum(map(len, images))
-        images.append(own)
-        placeholders.append(runs)
-    encoders = np.repeat(np.arange(len(images)), [len(own) for own in images])
-    return np.concatenate(images), np.concatenate(placeholders), encoders
+        parts.append((own, np.frombuffer(given.placeholders, PLACEHOLDERS)))
+    encoders = np.repeat(np.arange(len(parts)), [len(own) for own, _ in parts])
+    images, placeholders = joined_images(parts)
+    return images, placeholders, encoders

@@ -4,13 +4,13 @@ All ranks wait for features before the first layer of the text model, so encoder
 themselves: the rank with the most work in its encoder decides how long all ranks wait.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 import numpy as np
 
 from hf_distca.plan import FEATURES, PlannedImages
 from hf_distca.plan.arrays import FloatArray, IntArray, Table
-from hf_distca.plan.intervals import row_counts
+from hf_distca.plan.intervals import row_counts, rows_before_in
 
 IMAGE = np.dtype(
     [(name, np.int64) for name in ("document", "modality", "index", "rows")]
@@ -24,6 +24,23 @@ is the row of the image's features for `start`."""
 
 TOLERANCE = 0.01
 """Work of an encoder above the mean that is accepted."""
+
+
+def joined_images(parts: Iterable[tuple[Table, Table]]) -> tuple[Table, Table]:
+    """Join images, of dtype IMAGE, and placeholders, of dtype PLACEHOLDERS, of several parts.
+
+    Placeholders have the number of their image in the part, and get its number in the whole.
+    """
+    images = [np.zeros(0, IMAGE)]
+    placeholders = [np.zeros(0, PLACEHOLDERS)]
+    count = 0
+    for images_of_part, placeholders_of_part in parts:
+        runs = placeholders_of_part.copy()
+        runs["image"] += count
+        count += len(images_of_part)
+        images.append(images_of_part)
+        placeholders.append(runs)
+    return np.concatenate(images), np.concatenate(placeholders)
 
 
 def plan_images(
@@ -77,9 +94,8 @@ def by_modality(
         number_in_modality[members] = np.arange(len(members))
         own = features.compress(images["modality"][features["image"]] == number)
         own["image"] = number_in_modality[own["image"]]
-        planned[modality] = PlannedImages(
-            images["rows"][members], encoders[members], _with_offsets(own)
-        )
+        own["offset"] = rows_before_in(own, "rank")
+        planned[modality] = PlannedImages(images["rows"][members], encoders[members], own)
     return planned
 
 
@@ -134,12 +150,3 @@ def held_features(images: Table, placeholders: Table, held: Table) -> Table:
         part["rank"] = entry["rank"]
         parts.append(part)
     return np.concatenate(parts) if parts else np.zeros(0, FEATURES)
-
-
-def _with_offsets(features: Table) -> Table:
-    """Return features by rank with their offsets among the rank's placeholders."""
-    rows = row_counts(features)
-    before = np.cumsum(rows) - rows
-    first_of_rank = np.searchsorted(features["rank"], features["rank"])
-    features["offset"] = before - before[first_of_rank] if len(features) else 0
-    return features

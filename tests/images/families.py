@@ -9,24 +9,13 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedModel
 
+from tests.models_and_batches import SMALL
+
 IMAGE, VIDEO, BEGIN, END = 98, 97, 96, 95
 """Tokens of placeholders, and around an image."""
 SIDE = 8
 """Height of a patch in pixels."""
-TEXT = {
-    "vocab_size": 100,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 512,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "use_cache": False,
-}
+TEXT = {**SMALL, "vocab_size": 100, "max_position_embeddings": 512}
 ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 SECTIONS = {"mrope_section": [1, 1, 2], **ROPE}
 INTERLEAVED = {**SECTIONS, "mrope_interleaved": True, "partial_rotary_factor": 1.0}

@@ -9,10 +9,10 @@ encoded in two ways:
   in place    on the rank that holds its first placeholder
 
 Patches, work of the encoder, features that travel and pixels are counted, not timed. Work is the
-number of multiplications of the encoder's layers. Seconds are those of forward and backward,
-predicted from it: 6 FLOPs for a multiplication, at a constant rate. Features and their gradients
-are bfloat16, pixels float32. A rank reads whole documents: those of which it holds rows, and those
-of whose images it encodes some.
+number of multiplications of the encoder's layers. The seconds of a forward and a backward are
+predicted from the work: a multiplication takes 6 FLOPs, at a constant rate. Features and their
+gradients are bfloat16, and pixels are float32. A rank reads whole documents: those with rows on the
+rank, and those with images that the rank encodes.
 
 Run: python benchmarks/encoder_balance.py [--batches 100]
 """

@@ -1,0 +1,193 @@
+"""Recorded rollouts for asynchronous GRPO, and stand-ins for what makes them and takes weights.
+
+Tokens, lengths and steps are small: a recording of 3,000 tokens a rollout, each fiftieth of it.
+"""
+
+import queue
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import torch
+from torch import Tensor
+from trl.experimental.async_grpo import async_grpo_trainer, packing
+from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
+
+BLOCK = 4
+"""Tokens of a block in these tests: prefixes are short."""
+VOCABULARY = 64
+MEAN = 60
+"""Mean number of tokens of a rollout."""
+Sample = dict[str, Any]
+
+
+def unique_rows(samples: Iterable[Sample], block: int = BLOCK) -> int:
+    """Rows of samples in which equal blocks from the first one on come once."""
+    rows = {}
+    for sample in samples:
+        tokens = tuple(sample["input_ids"].tolist())
+        for start in range(0, len(tokens), block):
+            rows[tokens[: start + block]] = len(tokens[start : start + block])
+    return sum(rows.values())
+
+
+def rollout(random: np.random.Generator, before: list[int], length: int, group: int) -> Sample:
+    """A rollout of several turns: what a tool says is no target, and answers are.
+
+    Args:
+        before: tokens that it has in common with others.
+        length: of the whole.
+    """
+    own = random.integers(5, VOCABULARY, max(length - len(before), 1)).tolist()
+    tokens = np.array(before + own, np.int64)
+    mask = np.zeros(len(tokens), np.int64)
+    # Answers of five tokens, and what is said in between; also in the common part.
+    mask[(np.arange(len(tokens)) // 5) % 2 == 1] = 1
+    mask[:3] = 0
+    mask[-1] = 1
+    log_probs = np.where(mask, random.normal(-4.2, 0.4, len(tokens)), 0.0)
+    reward = float(random.normal())
+    metrics = {"reward": reward, "rewards/judge": reward}
+    if group % 3 == 0:
+        metrics["tools/call_frequency"] = float(random.random())
+    return {
+        "input_ids": tokens,
+        "completion_mask": mask,
+        "old_log_probs": log_probs.astype(np.float32),
+        "advantage": float(random.normal()),
+        "group_id": group,
+        "metrics": metrics,
+    }
+
+
+def recording(steps: int, capacity: int, longest: int, seed: int = 0) -> list[list[Sample]]:
+    """Rollouts of each step, which fill a micro-batch of `capacity` rows.
+
+    The first rollout of a step does not fit into the step before, whether equal tokens are shared
+    one by one, as TRL does, or in blocks. One step has a rollout of `longest` tokens.
+    """
+    random = np.random.default_rng(seed)
+    group = 0
+    recorded = []
+    for step in range(steps):
+        samples = [rollout(random, [], 48, group)]
+        if step == steps // 2:
+            samples = [rollout(random, [], longest, group)]
+        while True:
+            group += 1
+            prompt = random.integers(5, VOCABULARY, int(random.integers(9, 30))).tolist()
+            first = rollout(random, prompt, int(random.integers(30, 2 * MEAN)), group)
+            fork = first["input_ids"][: int(0.7 * len(first["input_ids"]))].tolist()
+            members = [first, rollout(random, fork, len(first["input_ids"]) + 9, group)]
+            members.append(rollout(random, prompt, int(random.integers(30, 2 * MEAN)), group))
+            if group % 4 == 0:
+                members.append({**members[1], "advantage": -0.5})  # the same tokens
+            if unique_rows([*samples, *members]) > capacity - 8:
+                break
+            samples += members
+        samples.append(rollout(random, [], capacity - unique_rows(samples), group))
+        group += 1
+        recorded.append(samples)
+    return recorded
+
+
+class RecordedWorker:
+    """A worker of TRL's protocol that gives recorded rollouts, all at once."""
+
+    def __init__(self, samples: Iterable[Sample]) -> None:
+        self.rollout_buffer: queue.Queue[RolloutSample] = queue.Queue()
+        self.metrics_queue: queue.Queue[dict[str, Any]] = queue.Queue()
+        self.versions: list[int] = []
+        for sample in samples:
+            self.rollout_buffer.put(
+                RolloutSample(prompt=[], completion=[], model_version=0, **sample)
+            )
+
+    def start(self) -> None:
+        self.metrics_queue.put({"rollout/tokens_total": 7.0})
+
+    def stop(self) -> None:
+        pass
+
+    def update_model_version(self, model_version: int) -> None:
+        self.versions.append(model_version)
+
+    def check_health(self, stale_after_s: float) -> None:
+        raise RuntimeError("the recording has ended")
+
+
+class KeptWeights:
+    """A transfer of weights of TRL's protocol that keeps the last weights."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self.weights: dict[str, Tensor] = {}
+
+    def init_weight_transfer(self) -> None:
+        self.calls.append("init")
+
+    def pause(self) -> None:
+        self.calls.append("pause")
+
+    def send_weights(self, iterator: Iterator[tuple[str, Tensor]]) -> None:
+        self.weights = {name: weight.clone() for name, weight in iterator}
+        self.calls.append("send")
+
+    def resume(self) -> None:
+        self.calls.append("resume")
+
+    def destroy(self) -> None:
+        self.calls.append("destroy")
+
+
+def varlen_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_q: Tensor,
+    cu_k: Tensor,
+    *_: int,
+    softmax_scale: float,
+    window_size: tuple[int, int],
+    **__: Any,
+) -> Tensor:
+    """FlashAttention's function for TRL's segments and their paths, on the CPU."""
+    parts = []
+    groups = query.shape[1] // key.shape[1]
+    bounds = zip(*(cu.tolist()[index:][: len(cu) - 1] for cu in (cu_q, cu_k) for index in (0, 1)))
+    for q_start, q_stop, k_start, k_stop in bounds:
+        q, k, v = (
+            part.transpose(0, 1)
+            for part in (
+                query[q_start:q_stop],
+                key[k_start:k_stop].repeat_interleave(groups, 1),
+                value[k_start:k_stop].repeat_interleave(groups, 1),
+            )
+        )
+        row = torch.arange(q.shape[1])[:, None] + k.shape[1] - q.shape[1]
+        column = torch.arange(k.shape[1])
+        seen = column <= row
+        if window_size[0] >= 0:
+            seen &= column >= row - window_size[0]
+        out = torch.nn.functional.scaled_dot_product_attention(
+            q, k, v, attn_mask=seen, scale=softmax_scale
+        )
+        parts.append(out.transpose(0, 1))
+    return torch.cat(parts)
+
+
+@contextmanager
+def trl_on_cpu() -> Iterator[None]:
+    """Let TRL's trainer run on a CPU.
+
+    Its kernel of attention runs on GPUs alone, and it asks CUDA for the speed of the device.
+    """
+    kernel = SimpleNamespace(flash_attn_varlen_func=varlen_attention)
+    with (
+        patch.object(packing, "_flash_attn", lambda: kernel),
+        patch.object(async_grpo_trainer, "get_peak_flops_per_device", lambda *_: None),
+    ):
+        yield

@@ -1,7 +1,4 @@
-"""Recorded rollouts for asynchronous GRPO, and stand-ins for what makes them and takes weights.
-
-Tokens, lengths and steps are small: a recording of 3,000 tokens a rollout, each fiftieth of it.
-"""
+"""Recorded rollouts for asynchronous GRPO, and stand-ins for what makes them and takes weights."""
 
 import queue
 from collections.abc import Iterable, Iterator
@@ -19,8 +16,10 @@ from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
 BLOCK = 4
 """Tokens of a block in these tests: prefixes are short."""
 VOCABULARY = 64
-MEAN = 60
-"""Mean number of tokens of a rollout."""
+MOST = 120
+"""Tokens of a long rollout of a group."""
+SPARE = 4
+"""Rows that a recorded step leaves free: TRL has one more row at each fork."""
 Sample = dict[str, Any]
 
 
@@ -79,16 +78,16 @@ def recording(steps: int, capacity: int, longest: int, seed: int = 0) -> list[li
         while True:
             group += 1
             prompt = random.integers(5, VOCABULARY, int(random.integers(9, 30))).tolist()
-            first = rollout(random, prompt, int(random.integers(30, 2 * MEAN)), group)
+            first = rollout(random, prompt, int(random.integers(30, MOST)), group)
             fork = first["input_ids"][: int(0.7 * len(first["input_ids"]))].tolist()
             members = [first, rollout(random, fork, len(first["input_ids"]) + 9, group)]
-            members.append(rollout(random, prompt, int(random.integers(30, 2 * MEAN)), group))
+            members.append(rollout(random, prompt, int(random.integers(30, MOST)), group))
             if group % 4 == 0:
                 members.append({**members[1], "advantage": -0.5})  # the same tokens
-            if unique_rows([*samples, *members]) > capacity - 8:
+            if unique_rows([*samples, *members]) > capacity - SPARE - 8:
                 break
             samples += members
-        samples.append(rollout(random, [], capacity - unique_rows(samples), group))
+        samples.append(rollout(random, [], capacity - SPARE - unique_rows(samples), group))
         group += 1
         recorded.append(samples)
     return recorded

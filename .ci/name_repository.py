@@ -1,4 +1,4 @@
-"""Name the repository and its tag in what PyPI shows: links of README, and addresses of the project.
+"""Name the repository and its tag in what PyPI shows: links of README, addresses of the project.
 
 python .ci/name_repository.py https://github.com/OWNER/NAME TAG
 """
@@ -8,7 +8,9 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-LINK = re.compile(r"(!?)\[((?:!?\[[^\]]*\]\([^)]*\)|\[[^\]]*\]|[^\[\]])*)\]\((?!https?:|#)([^)]+)\)")
+LABEL = r"(?:!?\[[^\]]*\]\([^)]*\)|\[[^\]]*\]|[^\[\]])*"
+"""Text of a link, which may hold a picture or brackets."""
+LINK = re.compile(rf"(!?)\[({LABEL})\]\((?!https?:|#)([^)]+)\)")
 OF_REPOSITORY = "../../"
 """How a link to a page of the repository begins that is no file, as GitHub shows README."""
 URLS = "[project.urls]\n"

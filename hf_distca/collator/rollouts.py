@@ -19,7 +19,7 @@ from hf_distca.batches.limits import IGNORED_TARGET
 from hf_distca.plan import MicroBatchPlan
 from hf_distca.plan.arrays import IntArray
 from hf_distca.plan.figures import loads_of
-from hf_distca.plan.intervals import row_counts, rounds_of
+from hf_distca.plan.intervals import rounds_of, row_counts
 from hf_distca.planner import prefixes
 from hf_distca.planner.prefixes import Hashes, SequencePaths
 from hf_distca.planner.sequences import (
@@ -159,7 +159,9 @@ class RankBatch:
     input_ids: torch.Tensor  # [1, R]
     position_ids: torch.Tensor  # [1, R]
     labels: torch.Tensor  # [1, T]; without any target one that does not count
-    target_rows: list[torch.Tensor]  # rows of the labels, in parts in each of which a row comes once
+    target_rows: list[
+        torch.Tensor
+    ]  # rows of the labels, in parts in each of which a row comes once
     targets: torch.Tensor  # numbers of this rank's targets among those of all ranks, as `labels`
     old_log_probs: torch.Tensor  # [M]
     advantages: torch.Tensor  # [M]

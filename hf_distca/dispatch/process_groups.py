@@ -236,7 +236,8 @@ class Groups:
         self.check_open()
         if self._control is None or self.ranks == 1:
             return make()
-        error, sent = None, [None]
+        error: Exception | None = None
+        sent: list[Any] = [None]
         if self.rank == 0:
             try:
                 sent = [make()]
@@ -247,7 +248,7 @@ class Groups:
             dist.broadcast_object_list(
                 sent, group=self._control, group_src=0, device=torch.device("cpu")
             )
-        (value,) = sent
+        value: Value | Report = sent[0]
         if isinstance(value, Report):
             raise error or (RefusedError if value.is_sentence else ValueError)(value.message)
         return value

@@ -5,6 +5,7 @@ the loss and its metrics are TRL's. A micro-batch has the rollouts that fit into
 Its rows are planned, with prefix sharing, and a rollout may lie on several ranks.
 """
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import FunctionType
@@ -32,14 +33,17 @@ from hf_distca.models.sharing import shares_prefixes, why_training_shares_nothin
 from hf_distca.patches.targets import repeat_target_rows
 from hf_distca.plan import PLAN_KEY
 from hf_distca.trainer.arguments import DistCAPaddedArguments
-from hf_distca.trainer.planned import PlannedTraining, arguments_by_name
+from hf_distca.trainer.planned import PlannedTraining
 from hf_distca.units import setting
 
 try:
-    from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer
-    from trl.experimental.async_grpo.async_grpo_trainer import DataCollatorForRollout
+    from trl.experimental.async_grpo.async_grpo_config import AsyncGRPOConfig
+    from trl.experimental.async_grpo.async_grpo_trainer import (
+        AsyncGRPOTrainer,
+        DataCollatorForRollout,
+    )
     from trl.trainer.base_trainer import _BaseTrainer
-    from trl.trainer.utils import get_peak_flops_per_device
+    from trl.trainer.utils import compute_flops_per_token, get_peak_flops_per_device
 except ModuleNotFoundError as error:
     if str(error.name).partition(".")[0] != "trl":
         raise
@@ -121,6 +125,14 @@ def _peak_flops(accelerator: Accelerator, dtype: str) -> float | None:
     return flops
 
 
+def _flops_per_token(config: Any, tokens: int) -> float:
+    """Return TRL's count; NaN, which TRL leaves out, for a model whose parts TRL does not know."""
+    try:
+        return float(compute_flops_per_token(config, tokens))
+    except AttributeError:
+        return math.nan
+
+
 def with_functions(method: Callable[..., Any], **functions: Any) -> Callable[..., Any]:
     """Return a copy of a method that calls other functions in place of some of its module's.
 
@@ -158,7 +170,8 @@ class _Checked(_BaseTrainer):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._loaded.show()
-        super().__init__(*args, **kwargs)
+        trl_trainer: Any = super()
+        trl_trainer.__init__(*args, **kwargs)
 
 
 class _Endless(IterableDataset[dict[str, Any]]):
@@ -175,29 +188,31 @@ class DistCAAsyncGRPOTrainer(PlannedTraining, AsyncGRPOTrainer, _Checked):
     """TRL's asynchronous `AsyncGRPOTrainer` with rollouts balanced over all ranks.
 
     `args` is a `DistCAAsyncGRPOConfig`. Rollouts, rewards, the transfer of weights, the loss and
-    its metrics are TRL's. A micro-batch has the rollouts that fit into all ranks together. A rollout
-    may have up to ranks * tokens_per_rank tokens, on several ranks. Equal prefixes are computed once
-    in a micro-batch. Models may have layers that TRL's trainer refuses: hybrids and attention
-    sinks.
+    its metrics are TRL's. A micro-batch has the rollouts that fit into all ranks together. A
+    rollout may have up to ranks * tokens_per_rank tokens, on several ranks. Equal prefixes are
+    computed once in a micro-batch. Models may have layers that TRL's trainer refuses: hybrids and
+    attention sinks.
     """
 
     packs_documents = False
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        named = self._checked(arguments_by_name(super().__init__, args, kwargs))
+    def _initialize(self, arguments: dict[str, Any]) -> None:
+        self._initialize_trainer(self._checked(arguments))
+        self._prepare_planned()
+        repeat_target_rows(self.model)
+        self._shares = shares_prefixes(
+            self.args.share_prefixes, why_training_shares_nothing(self), self.args.process_index
+        )
+
+    def _initialize_trainer(self, arguments: dict[str, Any]) -> None:
         self._loaded = _AnyModel()
         trl_init = with_functions(
             AsyncGRPOTrainer.__init__,
             create_model_from_path=self._loaded.load,
             get_peak_flops_per_device=_peak_flops,
         )
-        trl_init(self, **named)
+        trl_init(self, **arguments)
         del self._loaded
-        self._prepare_planned()
-        repeat_target_rows(self.model)
-        self._shares = shares_prefixes(
-            self.args.share_prefixes, why_training_shares_nothing(self), self.args.process_index
-        )
 
     # Data
 
@@ -215,9 +230,10 @@ class DistCAAsyncGRPOTrainer(PlannedTraining, AsyncGRPOTrainer, _Checked):
         """
         groups = self.dispatcher.groups
         complete: Iterator[list[Rollout]] = iter(())
+        queued: Any = self._rollout_dataset
         if self.accelerator.is_main_process:
             complete = fitting_micro_batches(
-                self._rollout_dataset,
+                queued,
                 self.dispatcher.settings,
                 self._drop,
                 shares=self._shares,
@@ -243,7 +259,7 @@ class DistCAAsyncGRPOTrainer(PlannedTraining, AsyncGRPOTrainer, _Checked):
     def _log_rollouts(self, rollouts: list[Rollout], rows_of_ranks: list[Any]) -> None:
         """Log TRL's metrics of a micro-batch."""
         self._trained_groups.update(rollout["group_id"] for rollout in rollouts)
-        collator = DataCollatorForRollout(
+        collator: Any = DataCollatorForRollout(
             pad_token_id=0, metrics=self._metrics["train"], token_budget=self.args.tokens_per_rank
         )
         no_padding = torch.ones(sum(len(rank.tokens) for rank in rows_of_ranks), dtype=torch.bool)
@@ -268,7 +284,7 @@ class DistCAAsyncGRPOTrainer(PlannedTraining, AsyncGRPOTrainer, _Checked):
             "old_log_probs": batch.old_log_probs[None],
             "advantages": batch.advantages[None],
             "segment_id": batch.numbers[None],
-            # TRL divides by a rank's share of the targets, and here each rank sums over all of them.
+            # TRL divides by a rank's share of the targets; here each rank sums over all targets.
             "global_n_tokens": torch.tensor([float(targets * self.dispatcher.groups.ranks)]),
             "global_n_forward_tokens": torch.tensor([float(rows)]),
             "mean_seq_len": torch.tensor([rows / rollouts]),
@@ -317,7 +333,14 @@ class DistCAAsyncGRPOTrainer(PlannedTraining, AsyncGRPOTrainer, _Checked):
             output.log_probs, output.entropy = values.unbind(1)
             return output
 
-        loss = super().compute_loss(planned, inputs, *args, **kwargs)
+        trl_trainer: Any = super()
+        loss = trl_trainer.compute_loss(planned, inputs, *args, **kwargs)
         self._step_trained_tokens = trained_tokens  # TRL has counted the targets for each rank
         self._begin_backward()
         return loss
+
+    def _log_step_metrics(self) -> None:
+        """Log TRL's figures of a step, also of models whose FLOPs TRL cannot count."""
+        with_functions(
+            AsyncGRPOTrainer._log_step_metrics, compute_flops_per_token=_flops_per_token
+        )(self)

@@ -3,6 +3,7 @@
 import queue
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -132,7 +133,7 @@ class KeptWeights:
         self.calls.append("pause")
 
     def send_weights(self, iterator: Iterator[tuple[str, Tensor]]) -> None:
-        self.weights = {name: weight.clone() for name, weight in iterator}
+        self.weights = {name: weight.detach().clone() for name, weight in iterator}
         self.calls.append("send")
 
     def resume(self) -> None:
@@ -156,8 +157,8 @@ def varlen_attention(
     """FlashAttention's function for TRL's segments and their paths, on the CPU."""
     parts = []
     groups = query.shape[1] // key.shape[1]
-    bounds = zip(*(cu.tolist()[index:][: len(cu) - 1] for cu in (cu_q, cu_k) for index in (0, 1)))
-    for q_start, q_stop, k_start, k_stop in bounds:
+    q_bounds, k_bounds = pairwise(cu_q.tolist()), pairwise(cu_k.tolist())
+    for (q_start, q_stop), (k_start, k_stop) in zip(q_bounds, k_bounds, strict=True):
         q, k, v = (
             part.transpose(0, 1)
             for part in (

@@ -1,18 +1,34 @@
 """Recorded rollouts for asynchronous GRPO, and stand-ins for what makes them and takes weights."""
 
 import queue
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
-from itertools import pairwise
+import re
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from itertools import chain, pairwise
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
-from trl.experimental.async_grpo import async_grpo_trainer, packing
+from trl.experimental.async_grpo import (
+    AsyncGRPOConfig,
+    AsyncGRPOTrainer,
+    async_grpo_trainer,
+    packing,
+)
 from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
+
+import hf_distca
+from hf_distca.planner import prefixes
+from tests.models_and_batches import exchanging, small_model, with_planning
+from tests.trainer.chats import tokenizer
+from tests.trainer.comparison import QUIET, launched, whole
+from tests.trainer.preferences import asked
 
 BLOCK = 4
 """Tokens of a block in these tests: prefixes are short."""
@@ -191,3 +207,137 @@ def trl_on_cpu() -> Iterator[None]:
         patch.object(async_grpo_trainer, "get_peak_flops_per_device", lambda *_: None),
     ):
         yield
+
+
+# Trainings
+
+RANKS, TOKENS_PER_RANK = 3, 96
+CAPACITY = RANKS * TOKENS_PER_RANK
+LONGEST = 5 * TOKENS_PER_RANK // 2
+WITHIN = 1e-4
+"""Largest relative difference of a logged figure or of what a weight has learned, in float32."""
+OTHER_FIGURES = re.compile(
+    r"distca/.*|perf/.*|.*(time|runtime|per_second|flos).*|epoch|sample/(rollout_queue_size|staleness.*)"
+    r"|batch/(row.*|packing_ratio|samples_per_row|pad_frac|forwarded_tokens_per_step)"
+)
+"""Figures of time, and of the rows and trees of a rank."""
+AHEAD = re.compile(r"sample/.*|reward.*|tools/.*|batch/(masked_token_frac|groups_per_step)")
+"""Figures of rollouts, which are logged when a loader has read them."""
+COMMON: dict[str, Any] = {
+    **QUIET,
+    "bf16": False,
+    "optim": "sgd",
+    "learning_rate": 0.2,
+    "seed": 3,
+    "max_staleness": 1000,
+    "epsilon": 0.2,
+    "epsilon_high": 0.3,
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is set in a training."""
+
+    steps: int
+    strategy: str = "ddp"
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    given: Callable[[], dict[str, Any]] = dict
+    model: Mapping[str, Any] = field(default_factory=dict)  # of the model's config
+
+    @property
+    def samples(self) -> list[dict[str, Any]]:
+        """Recorded rollouts, and two more micro-batches: TRL's loader reads one ahead."""
+        micro_batches = self.steps * self.arguments.get("gradient_accumulation_steps", 1)
+        return list(chain(*recording(micro_batches + 2, CAPACITY, LONGEST)))
+
+
+def train(folder: str, case: Case, planned: bool) -> dict[str, Any]:
+    """Logs and changed weights of a training, and the weights that the inference server got."""
+    path = f"{folder}/model"
+    if dist.get_rank() == 0:
+        small_model(**case.model).save_pretrained(path)
+        tokenizer().save_pretrained(path)
+    dist.barrier()
+    shares = patch.multiple(prefixes, BLOCK=BLOCK, LEAST_SAVED=0.0)
+    stand_ins = nullcontext() if planned else trl_on_cpu()
+    with shares, launched(case.strategy, {}), stand_ins, warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # TRL uses transformers' earlier names
+        arguments = {
+            **COMMON,
+            **case.arguments,
+            "max_steps": case.steps,
+            "output_dir": f"{folder}/{planned}",
+        }
+        transfer = KeptWeights()
+        given = {
+            "train_dataset": asked(),
+            "processing_class": tokenizer(),
+            "rollout_worker": RecordedWorker(case.samples),
+            "weight_transfer": transfer,
+            **case.given(),
+        }
+        if planned:
+            arguments |= {
+                "tokens_per_rank": CAPACITY // dist.get_world_size(),
+                "balance_block_size": 8,
+                **exchanging(small_model(**case.model)),
+            }
+            args = hf_distca.DistCAAsyncGRPOConfig(**with_planning(arguments))
+            trainer: Any = hf_distca.DistCAAsyncGRPOTrainer(path, args=args, **given)
+        else:
+            args = AsyncGRPOConfig(**arguments, token_budget=CAPACITY)
+            trainer = AsyncGRPOTrainer(path, args=args, **given)
+        before = {name: whole(weight) for name, weight in trainer.model.named_parameters()}
+        trainer.train()
+        after = {
+            name.replace("_checkpoint_wrapped_module.", ""): whole(weight)
+            for name, weight in trainer.model.named_parameters()
+        }
+        result = {
+            "history": trainer.state.log_history,
+            "learned": {name: after[name] - weight for name, weight in before.items()},
+            "rounding": {name: 2.0**-24 * float(weight.norm()) for name, weight in before.items()},
+            "after": after,
+            "sent": transfer.weights,
+            "calls": transfer.calls,
+        }
+        if planned:
+            trainer.save_model(f"{folder}/saved")
+            trainer.close()
+    return result
+
+
+def compare(trained: dict[str, Any], expected: dict[str, Any]) -> None:
+    """Compare every weight and every logged figure.
+
+    TRL's loader is one micro-batch ahead of the training: it logs figures of the rollouts of the
+    next step.
+    """
+    ours, stock = trained["history"], expected["history"]
+    one_a_step = stock[0]["batch/microbatches_per_step"] == 1
+    assert len(ours) == len(stock)
+    for step, entry in enumerate(stock):
+        for name, value in entry.items():
+            ahead = 1 if AHEAD.fullmatch(name) else 0
+            if OTHER_FIGURES.fullmatch(name) or not isinstance(value, int | float):
+                continue
+            # The first log has two micro-batches, and a step may have several.
+            if ahead and not (0 < step < len(stock) - 2 and one_a_step):
+                continue
+            got = ours[step + ahead][name]
+            assert abs(got - value) <= WITHIN * max(abs(value), 0.01), (step, name, got, value)
+    compare_weights(trained["learned"], expected["learned"], trained["rounding"])
+    compare_weights(trained["sent"], expected["sent"])
+    assert trained["calls"] == expected["calls"]
+
+
+def compare_weights(
+    trained: dict[str, Tensor], expected: dict[str, Tensor], rounding: Mapping[str, float] = {}
+) -> None:
+    """Compare weights, or what they have learned, which is rounded like the weights."""
+    assert trained.keys() == expected.keys()
+    for name, expected_value in expected.items():
+        difference = float((trained[name] - expected_value).norm())
+        allowed = WITHIN * max(float(expected_value.norm()), 1e-3) + rounding.get(name, 0.0)
+        assert difference <= allowed, (name, difference, float(expected_value.norm()))

@@ -187,7 +187,8 @@ def train(folder: str, steps: int, ranks: int, tokens_per_rank: int) -> list[dic
     names = ("loss", "perf/fwd_bwd_s", "batch/row_tokens_max", "batch/row_tokens_mean")
     logs = [entry for entry in trainer.state.log_history if "loss" in entry]
     trainer.close()
-    return [{name: entry[name] for name in names} for entry in logs]
+    # Rank 0 alone logs figures of rows.
+    return [{name: entry[name] for name in names if name in entry} for entry in logs]
 
 
 def main() -> None:

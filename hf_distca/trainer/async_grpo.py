@@ -96,9 +96,12 @@ class _AnyModel:
         self._model: PreTrainedModel | None = None
         self._layer_types: Any = None
 
-    def load(self, name: str, *, attn_implementation: str, **options: Any) -> PreTrainedModel:
-        """Load a model for planned attention in place of TRL's `attn_implementation`."""
-        self._model = model = load_model(name, options)
+    def load(
+        self, given: str | PreTrainedModel, *, attn_implementation: str, **options: Any
+    ) -> PreTrainedModel:
+        """Load a model by its name, without TRL's `attn_implementation`; or take a loaded one."""
+        model = load_model(given, options) if isinstance(given, str) else given
+        self._model = model
         text = model.config.get_text_config()
         self._layer_types = getattr(text, "layer_types", None)
         if not ATTENTION_ALONE.issuperset(self._layer_types or ()):
@@ -187,11 +190,11 @@ class _Endless(IterableDataset[dict[str, Any]]):
 class DistCAAsyncGRPOTrainer(PlannedTraining, AsyncGRPOTrainer, _Checked):
     """TRL's asynchronous `AsyncGRPOTrainer` with rollouts balanced over all ranks.
 
-    `args` is a `DistCAAsyncGRPOConfig`. Rollouts, rewards, the transfer of weights, the loss and
-    its metrics are TRL's. A micro-batch has the rollouts that fit into all ranks together. A
-    rollout may have up to ranks * tokens_per_rank tokens, on several ranks. Equal prefixes are
-    computed once in a micro-batch. Models may have layers that TRL's trainer refuses: hybrids and
-    attention sinks.
+    `args` is a `DistCAAsyncGRPOConfig`, and `model` is a name or a loaded model. Rollouts, rewards,
+    the transfer of weights, the loss and its metrics are TRL's. A micro-batch has the rollouts that
+    fit into all ranks together. A rollout may have up to ranks * tokens_per_rank tokens, on several
+    ranks. Equal prefixes are computed once in a micro-batch. Models may have layers that TRL's
+    trainer refuses: hybrids and attention sinks.
     """
 
     packs_documents = False

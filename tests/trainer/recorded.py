@@ -15,6 +15,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 from trl.experimental.async_grpo import (
     AsyncGRPOConfig,
     AsyncGRPOTrainer,
@@ -244,6 +245,7 @@ class Case:
     arguments: Mapping[str, Any] = field(default_factory=dict)
     given: Callable[[], dict[str, Any]] = dict
     model: Mapping[str, Any] = field(default_factory=dict)  # of the model's config
+    is_loaded: bool = False  # whether hf_distca's trainer gets a loaded model
 
     @property
     def samples(self) -> list[dict[str, Any]]:
@@ -284,7 +286,8 @@ def train(folder: str, case: Case, planned: bool) -> dict[str, Any]:
                 **exchanging(small_model(**case.model)),
             }
             args = hf_distca.DistCAAsyncGRPOConfig(**with_planning(arguments))
-            trainer: Any = hf_distca.DistCAAsyncGRPOTrainer(path, args=args, **given)
+            model = AutoModelForCausalLM.from_pretrained(path) if case.is_loaded else path
+            trainer: Any = hf_distca.DistCAAsyncGRPOTrainer(model, args=args, **given)
         else:
             args = AsyncGRPOConfig(**arguments, token_budget=CAPACITY)
             trainer = AsyncGRPOTrainer(path, args=args, **given)

@@ -22,7 +22,6 @@ from hf_distca.collator.rollouts import fitting_micro_batches
 from hf_distca.planner import prefixes
 from hf_distca.planner.settings import PlanSettings
 from hf_distca.trainer.async_grpo import with_functions
-from tests.ranks import RankPool
 from tests.trainer.comparison import HYBRID
 from tests.trainer.recorded import (
     BLOCK,
@@ -73,31 +72,20 @@ BESIDE_TRL = {
             "use_sliding_window": True,
         },
     ),
-    "fsdp2": Case(2, "fsdp2"),
+    "fsdp2": Case(2, "fsdp2", is_loaded=True),
 }
-"""Trainings by name, all on the same ranks."""
+"""Trainings by name."""
 
 
-@pytest.mark.launches
-def test_trainings_are_those_of_trl(tmp_path, subtests):
+@pytest.mark.parametrize("name", BESIDE_TRL)
+def test_trainings_are_those_of_trl(rank_pools, tmp_path, name):
     """TRL's, on one rank that holds as many rows as all ranks together, drops no rollout."""
-    pools = {size: RankPool(size) for size in (1, RANKS)}
-    try:
-        for name, case in BESIDE_TRL.items():
-            with subtests.test(name):
-                folder = str(tmp_path / name)
-                alone = replace(case, strategy="ddp")
-                (expected,) = pools[1].run(train, folder, alone, False)
-                trained = pools[RANKS].run(train, folder, case, True)
-                compare(trained[0], expected)
-                check_rows(trained[0]["history"])
-                check_saved(f"{folder}/saved", trained[0]["sent"])
-        for name, model in ALONE.items():
-            with subtests.test(name):
-                pools[RANKS].run(compare_with_loss_by_hand, str(tmp_path / name), model)
-    finally:
-        for pool in pools.values():
-            pool.close()
+    case = BESIDE_TRL[name]
+    (expected,) = rank_pools[1].run(train, str(tmp_path), replace(case, strategy="ddp"), False)
+    trained = rank_pools[RANKS].run(train, str(tmp_path), case, True)[0]
+    compare(trained, expected)
+    check_rows(trained["history"])
+    check_saved(f"{tmp_path}/saved", trained["sent"])
 
 
 def check_rows(history: list[dict[str, Any]]) -> None:
@@ -128,6 +116,11 @@ def check_saved(folder: str, sent: dict[str, Tensor]) -> None:
 # What TRL's trainer refuses
 
 ALONE: dict[str, dict[str, Any]] = {"hybrid": HYBRID, "sinks": SINKS}
+
+
+@pytest.mark.parametrize("name", ALONE)
+def test_models_that_trl_refuses(rank_pools, tmp_path, name):
+    rank_pools[RANKS].run(compare_with_loss_by_hand, str(tmp_path), ALONE[name])
 
 
 def compare_with_loss_by_hand(folder: str, model: Mapping[str, Any]) -> None:

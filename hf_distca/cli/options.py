@@ -15,6 +15,7 @@ from math import nan
 from pathlib import Path
 from typing import Any
 
+from hf_distca.checks.server_rules import ServerPool
 from hf_distca.cli import InputError
 from hf_distca.cli.arguments_file import CONFIG_HELP, settings_in
 from hf_distca.cli.names import MODEL_SOURCES
@@ -180,10 +181,7 @@ def config_of(arguments: Mapping[str, Any], options: argparse.Namespace) -> Dist
     except argparse.ArgumentTypeError as error:
         raise InputError(f"tokens_per_rank {error}") from error
     if config.remote_workers:
-        raise InputError(
-            f"{options.config} sets attention_servers, but ranks alone are planned here; leave it "
-            "out, and predict servers with hf-distca simulate --servers"
-        )
+        raise ServerPool.NOT_PLANNED.error(file=options.config)
     return config
 
 

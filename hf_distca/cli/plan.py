@@ -330,7 +330,7 @@ def _figures_of_report(
             "lengths": options.lengths,
             "model": options.model,
             "ranks": settings.ranks,
-            "tokens_per_rank": settings.tokens_per_rank,
+            "tokens_per_rank": settings.rows_per_rank,
             "document_layout": settings.document_layout,
             **({} if changed is None else {"planning": changed}),
             "ranks_per_node": shown_nodes(config),
@@ -384,7 +384,7 @@ def _table(
         ),
         "layout": (
             f"{settings.document_layout}, {counted(settings.ranks, 'rank')} of at most "
-            f"{counted(settings.tokens_per_rank, 'token')}"
+            f"{counted(settings.rows_per_rank, 'token')}"
         ),
         "model and costs": f"{options.model}, {run.device.name}",
         **({"settings of --config": ", ".join(names) or "none"} if options.config else {}),

@@ -163,9 +163,8 @@ def pack_padded(
     Args:
         model: A loaded model of transformers, or PEFT's around one. Planned attention replaces its
             own.
-        config: Settings for packing, balancing and exchanging. All ranks together hold
-            `tokens_per_rank` tokens a rank at a time; more tokens are computed one micro-batch
-            after another.
+        config: Settings for packing, balancing and exchanging. Ranks compute more
+            tokens than they can hold one micro-batch after another.
         device: Device of this rank.
         dispatcher: Dispatcher of another model with the same kinds of attention, such as the
             trained model of a reference model. None makes one.

@@ -72,10 +72,15 @@ class TestSequencePaths:
         assert len(shared([[1, 2, 5, 6], [3, 4, 5, 6]]).trees.lengths) == 2
 
     def test_a_root_that_saves_little_is_computed_for_each_branch(self):
-        long = list(range(10, 110))
+        # The root saves its 2 rows once, of 41 rows and of 40.
+        long = list(range(10, 48))
         assert described(shared([[1, 2, *long], [1, 2, 3], [1, 2]])) == (
-            [(-1, 0, 102, 0), (-1, 0, 3, 1)],
+            [(-1, 0, 40, 0), (-1, 0, 3, 1)],
             [0, 1, 0],
+        )
+        assert described(shared([[1, 2, *long[1:]], [1, 2, 3]])) == (
+            [(-1, 0, 2, 0), (0, 2, 39, 0), (0, 2, 3, 1)],
+            [1, 2],
         )
 
     def test_a_tree_that_does_not_fit_is_divided_at_its_root(self):

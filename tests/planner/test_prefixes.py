@@ -14,7 +14,8 @@ from hf_distca.planner import prefixes
 from hf_distca.planner.layout import AttentionKind, fixed_layout, layout_of_kind
 from hf_distca.planner.micro_batch import plan_micro_batch
 from hf_distca.planner.prefix_trees import PrefixTrees
-from hf_distca.planner.prefixes import hashes_of, share_prefixes
+from hf_distca.planner.prefixes import SequencePaths, hashes_of, share_prefixes
+from hf_distca.planner.sequences import even_micro_batches
 from hf_distca.planner.settings import PlanSettings
 from tests.planner.carried_out import check, drawn_branches, keys_of
 from tests.planner.plan_checks import check_layout, check_plan, rows_of
@@ -133,6 +134,28 @@ def test_blocks_have_hashes_of_16_bytes_and_the_last_one_is_of_what_is_left():
     assert [len(block) for block in hashes] == [16, 16, 16]
     assert hashes_of(tokens[:200])[0] == hashes[0]
     assert hashes_of(tokens[:200])[1] != hashes[1]
+
+
+def test_branches_are_numbered_depth_first_in_the_order_of_the_sequences():
+    branches = Branches(np.array([-1, 0, 0, 1, -1]), np.array([0, 4, 4, 6, 0]))
+    trees = PrefixTrees.of(np.array([4, 6, 7, 9, 5]), branches)
+    assert trees.order.tolist() == [0, 1, 3, 2, 4]
+    assert trees.placed["start"].tolist() == [0, 4, 6, 9, 0]
+    assert trees.tree_lengths.tolist() == [12, 5]
+
+
+@pytest.mark.parametrize(
+    ("lengths", "layout", "micro_batches"),
+    [
+        ([4, 4], "auto", [[0, 1]]),  # as many rows as two ranks of four hold
+        ([4, 4, 1], "auto", [[0, 2], [1]]),
+        ([3, 3, 2], "whole", [[0, 1], [2]]),
+    ],
+)
+def test_trees_come_in_as_few_micro_batches_as_hold_them(lengths, layout, micro_batches):
+    trees = SequencePaths.unshared(np.array(lengths)).trees
+    settings = PlanSettings(2, 4, document_layout=layout)
+    assert [m.tolist() for m in even_micro_batches(trees, settings)] == micro_batches
 
 
 @st.composite

@@ -15,7 +15,7 @@ from hf_distca.planner.layout import AttentionKind, fixed_layout, layout_of_kind
 from hf_distca.planner.micro_batch import plan_micro_batch
 from hf_distca.planner.prefix_trees import PrefixTrees
 from hf_distca.planner.prefixes import SequencePaths, hashes_of, share_prefixes
-from hf_distca.planner.sequences import even_micro_batches
+from hf_distca.planner.sequences import even_micro_batches, plan_sequences
 from hf_distca.planner.settings import PlanSettings
 from tests.planner.carried_out import check, drawn_branches, keys_of
 from tests.planner.plan_checks import check_layout, check_plan, rows_of
@@ -156,6 +156,16 @@ def test_trees_come_in_as_few_micro_batches_as_hold_them(lengths, layout, micro_
     trees = SequencePaths.unshared(np.array(lengths)).trees
     settings = PlanSettings(2, 4, document_layout=layout)
     assert [m.tolist() for m in even_micro_batches(trees, settings)] == micro_batches
+
+
+@pytest.mark.parametrize(("layout", "fillers"), [("auto", 0), ("whole", 2)])
+def test_ranks_without_a_row_get_a_filler(layout, fillers):
+    # Two trees: whole ones lie on two of four ranks.
+    lengths = np.array([8, 3])
+    settings = PlanSettings(4, 8, document_layout=layout)
+    (plan,) = plan_sequences(SequencePaths.unshared(lengths), lengths, settings).plans
+    assert plan.fillers == fillers
+    assert (plan.tokens > 0).all()
 
 
 @st.composite

@@ -64,3 +64,18 @@ def test_experimental_settings_are_listed():
     page = (ROOT / "docs" / "development" / "contributing.md").read_text()
     listed = page.split('begins with "Experimental":')[1].split("##")[0]
     assert marked == set(re.findall(r"^- `(\w+)`", listed, re.M))
+
+
+VALUES = {"config.py", "units.py", "cli/script.py", "pool/launch.py"}
+"""Files that refuse with a sentence of their own: values of settings and options, and the sentence
+of another process."""
+
+
+def test_what_is_refused_stands_in_checks():
+    package = Path(hf_distca.__file__).parent
+    refusing = {
+        str(path.relative_to(package))
+        for path in package.rglob("*.py")
+        if "checks" not in path.parts and "RefusedError(" in path.read_text()
+    }
+    assert refusing == VALUES

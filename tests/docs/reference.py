@@ -23,6 +23,7 @@ from hf_distca.checks.refusal import Refusal
 from hf_distca.checks.run_rules import Resume, Run
 from hf_distca.checks.server_rules import ServerPool
 from hf_distca.checks.step_rules import PlannedStep
+from hf_distca.checks.trace_rules import Traces
 from hf_distca.cli.main import TOOLS
 from hf_distca.planning_settings import Planning, PlanningOrNone
 from hf_distca.server_settings import AttentionServers, Servers
@@ -112,6 +113,7 @@ REFUSALS: dict[str, tuple[Refusal, ...]] = {
     "Runs": entries(Run),
     "Steps": entries(PlannedStep),
     "Resuming": entries(Resume),
+    "Traces": entries(Traces),
 }
 """Sections of the page that are tables of the code."""
 

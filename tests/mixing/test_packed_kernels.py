@@ -37,13 +37,20 @@ def chunk_gated_delta_rule(
 ):
     sizes = [q.shape[1]] if cu_seqlens is None else cu_seqlens.diff().tolist()
     CALLS.append(("delta rule", len(sizes)))
-    assert len(sizes) == 1 or (initial_state is None and not output_final_state)
-    options = {"initial_state": initial_state, "output_final_state": output_final_state}
+    states = [None] * len(sizes) if initial_state is None else initial_state.split(1)
+    options = {
+        "output_final_state": output_final_state,
+        "use_qk_l2norm_in_kernel": use_qk_l2norm_in_kernel,
+    }
     results = [
-        _rule(q_, k_, v_, g=g_, beta=b_, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, **options)
-        for q_, k_, v_, g_, b_ in zip(*(x.split(sizes, 1) for x in (q, k, v, g, beta)), strict=True)
+        _rule(q_, k_, v_, g=g_, beta=b_, initial_state=state, **options)
+        for *rows, state in zip(
+            *(x.split(sizes, 1) for x in (q, k, v, g, beta)), states, strict=True
+        )
+        for q_, k_, v_, g_, b_ in [rows]
     ]
-    return torch.cat([out for out, _ in results], 1), results[0][1]
+    finals = torch.cat([final for _, final in results]) if output_final_state else None
+    return torch.cat([out for out, _ in results], 1), finals
 
 
 def mamba_chunk_scan_combined(
@@ -120,16 +127,20 @@ RECURRENCES = tuple(KERNELS)[:2]
 
 
 @pytest.mark.parametrize("model_type", MODELS)
-def test_whole_documents_take_one_call_and_each_cut_segment_one(rank_pools, model_type):
+def test_packed_segments_take_one_call(rank_pools, model_type):
     kernel = MODELS[model_type]
     ((got, calls),) = rank_pools[1].run(_step, model_type, False, *RECURRENCES)
     # One layer of each kind; the convolution runs on all documents at once.
     assert calls == [("convolution", 1), (kernel, 5)]
     assert_equal(got, reference(model_type, SHORT))
     first, second = rank_pools[2].run(_step, model_type, True, *RECURRENCES)
-    # For each nano-batch a convolution; for each cut segment a call; the whole documents of each
-    # take one.
-    assert Counter(first[1]) == {("convolution", 1): 2, (kernel, 1): 4 + 2}
+    # For each nano-batch a convolution. Its whole documents take one call, and so do the first
+    # segments of its documents, if the kernel returns the state of each. Further segments take one
+    # call each.
+    first_segments = {(kernel, 1): 2 + 2 + 1, (kernel, 2): 1}
+    if model_type == "bamba":
+        first_segments = {(kernel, 1): 2 + 2 + 2}
+    assert Counter(first[1]) == {("convolution", 1): 2, **first_segments}
     assert Counter(second[1]) == {("convolution", 1): 2, (kernel, 1): 4}
     for got, _ in (first, second):
         assert_equal(got, reference(model_type, LENGTHS))

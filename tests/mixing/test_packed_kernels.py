@@ -137,9 +137,9 @@ def test_packed_segments_take_one_call(rank_pools, model_type):
     # For each nano-batch a convolution. Its whole documents take one call, and so do the first
     # segments of its documents, if the kernel returns the state of each. Further segments take one
     # call each.
-    first_segments = {(kernel, 1): 2 + 2 + 1, (kernel, 2): 1}
+    first_segments = {(kernel, 1): 3 + 1, (kernel, 2): 1}
     if model_type == "bamba":
-        first_segments = {(kernel, 1): 2 + 2 + 2}
+        first_segments = {(kernel, 1): 3 + 3}
     assert Counter(first[1]) == {("convolution", 1): 2, **first_segments}
     assert Counter(second[1]) == {("convolution", 1): 2, (kernel, 1): 4}
     for got, _ in (first, second):

@@ -86,9 +86,10 @@ def test_a_cut_document_waits_for_halos_and_states():
     # Between nodes: 2 + 2 s and 2 + 20 s.
     assert walk(CUT, nodes=(0, 1))[0] == [33.5 + 2 + 11] * 2
     assert walk(CUT, layers=3)[:2] == ([100.5, 100.5], [57, 39])
-    # Back and forth: two halos take 1 + 2 s, three states 1 + 30 s.
+    # Back and forth: two halos take 1 + 2 s, two states 1 + 20 s. The first state goes to rank 1
+    # once, for two segments.
     four = layout([8], (0, 0, 2, 0), (0, 4, 6, 0), (0, 2, 4, 1), (0, 6, 8, 1))
-    assert walk(four)[0] == [4 + 3 + (4 * 2 + 4 * 3 + 2 * 0.5) + 31 + 4 * 4] * 2
+    assert walk(four)[0] == [4 + 3 + (4 * 2 + 4 * 3 + 2 * 0.5) + 21 + 4 * 4] * 2
 
 
 @pytest.mark.parametrize(

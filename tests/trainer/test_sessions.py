@@ -230,6 +230,8 @@ EXACT = {
     "sft, fsdp2": Training({}, sft=True, strategy="fsdp2"),
     "documents, tensor parallelism": Training(ACCUMULATED, strategy="tp and fsdp"),
     "documents, compiled MLPs": Training({}, compiles=True),
+    "documents, hybrid, checkpoints on the host": Training(OFFLOADED, model=HYBRID),
+    "sft, hybrid, fsdp2": Training({}, sft=True, model=HYBRID, strategy="fsdp2"),
 }
 ROUNDED = {
     "documents, accumulated": Training(ACCUMULATED),
@@ -255,21 +257,6 @@ def test_nano_batches_take_turns(rank_pools, tmp_path, name):
     (step,) = pool.run(trained, str(tmp_path), training)[0]
     assert_shared_in_turns(step)
     assert_equals_no_sharing(step, training)
-
-
-def test_a_hybrid_shares_no_prefixes(rank_pools, tmp_path):
-    training = Training(IN_TURNS, model=HYBRID)
-    (step,), (unshared,) = (
-        rank_pools[2].run(trained, str(tmp_path), training.with_arguments(share_prefixes=shares))[0]
-        for shares in (True, False)
-    )
-    assert step.shared_rows == 0
-    assert step.loss == unshared.loss
-    assert all(
-        torch.equal(step.gradients[name], unshared.gradients[name]) for name in step.gradients
-    )
-    loss, _ = without_sharing(step.documents, training)
-    assert step.loss == pytest.approx(loss, rel=1e-5)
 
 
 @pytest.mark.parametrize("name", ROUNDED)

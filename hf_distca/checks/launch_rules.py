@@ -1,6 +1,6 @@
 """Rules of processes, of a launch, and of a trainer with model and accelerator."""
 
-from hf_distca.checks.refusal import Rule
+from hf_distca.checks.refusal import Refusal, Rule
 from hf_distca.checks.setting_names import CHECKPOINTING
 
 PROCESSES: tuple[Rule, ...] = (
@@ -42,6 +42,13 @@ NOT_CONNECTED = Rule(
     "alone, set WORLD_SIZE=1",
     lambda counts: counts.differ,
     condition="the launcher, torch.distributed and accelerate count different processes",
+)
+SHARED_GPU = Refusal(
+    "several ranks share a GPU: {shared}",
+    "NCCL takes one rank per GPU",
+    "start one process per GPU, each with its own torch.cuda.set_device(LOCAL_RANK); or use gloo, "
+    "with ddp_backend='gloo' or init_process_group('gloo')",
+    condition="several ranks on one GPU",
 )
 
 PLACED = "plans already divide a document of up to ranks * tokens_per_rank tokens among ranks"

@@ -10,6 +10,7 @@ import torch
 from torch.utils.data import Dataset
 
 from hf_distca.batches.limits import IGNORED_TARGET
+from hf_distca.checks.step_rules import PlannedStep
 from hf_distca.collator.dataset_prefixes import DatasetPrefixes
 from hf_distca.collator.documents import (
     A_DATASET,
@@ -226,10 +227,8 @@ class DistCACollator:
         Raise ValueError for anything else.
         """
         if len(features) != 1 or not isinstance(features[0], PlannedDocuments):
-            raise ValueError(
-                f"DistCACollator got {len(features)} items of type {type(features[0]).__name__}, "
-                "but it collates one PlannedDocuments; give the DataLoader RankDocuments as its "
-                "data set and GlobalBatchSampler as its batch_sampler"
+            raise PlannedStep.UNPLANNED_ITEMS.error_here(
+                count=len(features), kind=type(features[0]).__name__
             )
         (planned,) = features
         parts: list[tuple[int, IntArray]] = []

@@ -12,9 +12,10 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from hf_distca.checks.refusal import RefusedError
+from hf_distca.checks.plan_rules import Plans
 from hf_distca.plan.arrays import FloatArray, IntArray
 from hf_distca.plan.cost import as_lengths
+from hf_distca.units import counted
 
 Item = TypeVar("Item")
 Preference = Callable[[int], Any]
@@ -291,18 +292,16 @@ def whole_documents(lengths: IntArray, ranks: int, tokens_per_rank: int) -> list
     lengths = as_lengths(lengths)
     if len(lengths) and int(lengths.max()) > tokens_per_rank:
         document = int(lengths.argmax())
-        raise RefusedError(
-            f"document {document} has {int(lengths[document])} tokens, but with "
-            "document_layout='whole' a document stays on one rank, which holds "
-            f"{tokens_per_rank}; raise tokens_per_rank, or set long_documents to 'truncate' or "
-            "'split'"
+        raise Plans.DOCUMENT_BEYOND_RANK.error(
+            document=document, tokens=lengths[document], rows=tokens_per_rank
         )
     rank_of_document = ranks_of_whole(lengths, ranks, tokens_per_rank)
     if rank_of_document is None:
-        raise RefusedError(
-            f"{len(lengths)} documents of {int(lengths.sum())} tokens do not fit on {ranks} ranks "
-            f"of {tokens_per_rank} without cutting a document; use fewer documents, more ranks or "
-            "more tokens_per_rank"
+        raise Plans.ONLY_CUT.error(
+            documents=counted(len(lengths), "document"),
+            tokens=counted(int(lengths.sum()), "token"),
+            ranks=counted(ranks, "rank"),
+            rows=tokens_per_rank,
         )
     # Two halves of about equal tokens, so that nano-batches can divide the rank's rows between two
     # documents.

@@ -131,9 +131,9 @@ def test_the_chosen_plan_is_never_slower_than_other_strategies(figures, without_
         ("--config", "/nowhere", "cannot read /nowhere: No such file"),
         ("--tensor-parallel", "3", "does not divide the model's 32 query heads"),
         ("--report", ".", "cannot write .: it is a folder; name a file"),
-        ("--profile", "abacus", "no device profile at 'abacus': expected one of"),
+        ("--profile", "abacus", "no device profile at 'abacus' (FileNotFoundError"),
         ("--model", "/no/where", "no model config at '/no/where'"),
-        ("--ranks-per-node", "3", "ranks_per_node=3 does not divide the 8 ranks"),
+        ("--ranks-per-node", "3", "ranks_per_node=3 is set, but it does not divide the 8 ranks"),
     ],
     ids=[
         "servers",

@@ -227,7 +227,7 @@ HYBRID_OF_THREE = {
     "layer_types": [LINEAR, "full_attention", LINEAR],
     "router_aux_loss_coef": 0.0,
 }
-"""A hybrid without a loss that counts rows; the checkpoint of its first layer can go to the host."""
+"""No loss of it counts rows, and the checkpoint of its first layer can go to the host."""
 ACCUMULATED = {"gradient_accumulation_steps": 2}
 OFFLOADED = {CHECKPOINTING: True, "offload_activations": True}
 EXACT = {

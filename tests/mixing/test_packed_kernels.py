@@ -6,6 +6,8 @@ and count calls.
 """
 
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -15,6 +17,15 @@ from transformers.models.qwen3_next import modeling_qwen3_next
 
 from tests.mixing.steps import Step, assert_equal, reference, step
 from tests.mixing.test_cut_documents import LENGTHS, PLANS
+from tests.mixing.test_prefix_trees import (
+    ALONE,
+    EXACT,
+    Errors,
+    alone,
+    in_trees,
+    plans_of,
+    rows_of_rank,
+)
 
 CALLS: list[tuple[str, int]] = []
 """Name of the kernel and number of documents, of each call."""
@@ -102,10 +113,9 @@ MODELS = {"qwen3_next": "delta rule", "bamba": "scan"}
 SHORT = [1, 12, 7, 30, 2]
 
 
-def _step(model_type: str, cut: bool, *names: str) -> tuple[Step, list[tuple[str, int]]]:
-    """A step with the kernels of these functions installed when transformers was imported; and
-    their calls.
-    """
+@contextmanager
+def _installed(*names: str) -> Iterator[None]:
+    """Kernels of these functions as if they had been installed when transformers was imported."""
     CALLS.clear()
     changes = [(*KERNELS[name], name) for name in names]
     changes += [
@@ -118,9 +128,23 @@ def _step(model_type: str, cut: bool, *names: str) -> tuple[Step, list[tuple[str
             patch.setattr(
                 file, name, use_kernel_func_from_hub_with_fallback(kernel, __name__)(stock)
             )
+        yield
+
+
+def _step(model_type: str, cut: bool, *names: str) -> tuple[Step, list[tuple[str, int]]]:
+    """A step with the kernels of these functions, and their calls."""
+    with _installed(*names):
         if cut:
             return step(model_type, LENGTHS, PLANS[2], document_layout="fixed"), CALLS
         return step(model_type, SHORT, ping_pong=False), CALLS
+
+
+def _errors_in_trees(model_type: str) -> tuple[Errors, list[tuple[str, int]]]:
+    """Errors of a step of prefix trees with kernels of recurrences, and the calls of these."""
+    hidden, gradients = alone(model_type)
+    with _installed(*RECURRENCES):
+        found = in_trees(model_type, ALONE)
+    return Errors.of(found, (rows_of_rank(hidden, plans_of(ALONE)), gradients)), CALLS
 
 
 RECURRENCES = tuple(KERNELS)[:2]
@@ -148,6 +172,19 @@ def test_packed_segments_take_one_call(rank_pools, model_type):
     ((got, calls),) = rank_pools[1].run(_step, model_type, False)
     assert calls == [("convolution", 1)]
     assert_equal(got, reference(model_type, SHORT))
+
+
+@pytest.mark.parametrize("model_type", MODELS)
+def test_branches_at_the_same_depth_take_one_call(rank_pools, model_type):
+    ((errors, calls),) = rank_pools[1].run(_errors_in_trees, model_type)
+    assert max(errors.hidden, errors.gradients) < EXACT
+    kernel = MODELS[model_type]
+    of_kernel = {(kernel, 1): 10}
+    if model_type == "qwen3_next":
+        # By nano-batch: a root, a tree of one document, a branch with branches, and two pairs of
+        # leaves; a root and a pair of leaves.
+        of_kernel = {(kernel, 1): 3 + 1, (kernel, 2): 2 + 1}
+    assert Counter(calls) == {("convolution", 1): 2, **of_kernel}
 
 
 def test_a_kernel_for_the_whole_module_gets_all_documents_unless_some_are_cut(rank_pools):

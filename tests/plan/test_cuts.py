@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from hf_distca.plan import SEGMENT, Branches, Layout
 from hf_distca.plan.cuts import chains, halos
+from hf_distca.plan.runs import Run, runs_of
 from tests.planner.carried_out import drawn_plans, sent_rows
 from tests.planner.plan_checks import rows_of
 
@@ -205,6 +206,26 @@ def test_a_state_goes_to_a_rank_once_and_last_branches_share_a_gradient():
     assert others.earlier == ((3,), (3,), (3,))
     assert others.gradient_of == (0, 0, 0)
     assert prefix.later == (((0, -1),),)
+
+
+def test_what_other_ranks_need_is_computed_first_and_branches_are_packed():
+    """Rank 0 has a prefix with two branches, and two documents; rank 1 has a further branch."""
+    rows = [(0, 0, 4), (1, 4, 6), (2, 4, 6), (3, 0, 2), (4, 0, 2)]
+    offsets = [0, 4, 6, 8, 10]
+    held = [(*of_document, 0, at) for of_document, at in zip(rows, offsets, strict=True)]
+    table = np.array([*held, (5, 4, 6, 1, 0)], SEGMENT)
+    branches = Branches(np.array([-1, 0, 0, -1, -1, 0]), np.array([0, 4, 4, 0, 0, 4]))
+    layout = Layout(np.array([4, 6, 6, 2, 2, 6]), table, 2, branches)
+    first = chains(layout, 0)
+    prefix = Run((0,), None, early=True)
+
+    def rest(*runs: tuple[int, ...]) -> list[Run]:
+        return [Run(segments, None, early=False) for segments in runs]
+
+    assert runs_of(first, packs=True, starts=True) == [prefix, *rest((3, 4), (1, 2))]
+    assert runs_of(first, packs=True, starts=False) == [prefix, *rest((3, 4), (1,), (2,))]
+    assert runs_of(first, packs=False, starts=True) == [prefix, *rest((3,), (4,), (1,), (2,))]
+    assert runs_of(chains(layout, 1), packs=True, starts=True) == [Run((0,), 0, early=True)]
 
 
 def test_a_branch_that_begins_inside_a_segment_is_an_error():

@@ -1,6 +1,6 @@
 """Table of dedicated attention servers that cannot be started or reached."""
 
-from hf_distca.checks.refusal import Refusal
+from hf_distca.checks.refusal import Refusal, Rule
 
 ALONE = "or start servers on other hosts with attention_servers='external' and hf-distca serve"
 
@@ -8,6 +8,19 @@ ALONE = "or start servers on other hosts with attention_servers='external' and h
 class ServerPool:
     """What is refused in a launch with attention servers, and in a server that joins one."""
 
+    TENSOR_PARALLEL = Rule(
+        "attention_servers={0.attention_servers!r} is set with tensor parallelism "
+        "(tp_size={0.tp_size})",
+        "servers serve one group of ranks, and ranks with different heads form separate groups",
+        "set attention_servers=0, or tp_size=1",
+        lambda facts: facts.tp_size > 1 and facts.attention_servers != 0,
+    )
+    NOT_PLANNED = Refusal(
+        "{file} sets attention_servers",
+        "ranks alone are planned here",
+        "leave it out, and predict servers with hf-distca simulate --servers",
+        condition="`attention_servers` in the file of `hf-distca plan --config`",
+    )
     NO_RANKS = Refusal(
         "attention_servers={servers} of {processes} processes leaves no rank to train",
         "servers compute only what ranks ask of them",

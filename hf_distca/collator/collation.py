@@ -197,9 +197,9 @@ class DistCACollator:
         >>> from hf_distca.collator.sampler import GlobalBatchSampler, fit_documents
         >>> from hf_distca.planner.settings import PlanSettings
         >>> dataset = [{"input_ids": [11, 12, 13, 14]}, {"input_ids": [21, 22]}]
-        >>> settings = PlanSettings(ranks=2, tokens_per_rank=3, document_layout="fixed")
+        >>> settings = PlanSettings(ranks=2, rows_per_rank=3, document_layout="fixed")
         >>> lengths = document_lengths(dataset, progress=False)
-        >>> spans = fit_documents(lengths, 6, "error", "ranks · tokens_per_rank")
+        >>> spans = fit_documents(lengths, 6, "error", "all ranks")
         >>> for rank in range(2):
         ...     loader = DataLoader(
         ...         RankDocuments(dataset, lengths, settings, rank),

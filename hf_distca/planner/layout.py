@@ -64,16 +64,16 @@ def fixed_layout(rank_lengths: Sequence[Sequence[int]], ranks: int | None = None
     return assemble(lengths, segments, ranks)
 
 
-def check_capacity(lengths: IntArray, ranks: int, tokens_per_rank: int) -> None:
-    """Raise ValueError unless `ranks` ranks of `tokens_per_rank` rows can hold the documents."""
+def check_capacity(lengths: IntArray, ranks: int, rows_per_rank: int) -> None:
+    """Raise ValueError unless `ranks` ranks of `rows_per_rank` rows can hold the documents."""
     total = int(lengths.sum())
-    if total > ranks * tokens_per_rank:
+    if total > ranks * rows_per_rank:
         raise Plans.DOCUMENTS_BEYOND_RANKS.error(
             documents=counted(len(lengths), "document"),
             tokens=counted(total, "token"),
             ranks=counted(ranks, "rank"),
-            rows=tokens_per_rank,
-            capacity=ranks * tokens_per_rank,
+            rows=rows_per_rank,
+            capacity=ranks * rows_per_rank,
         )
 
 

@@ -102,7 +102,7 @@ REFUSALS: dict[str, tuple[Refusal, ...]] = {
         *launch_rules.PROCESSES,
         launch_rules.NOT_CONNECTED,
         launch_rules.SHARED_GPU,
-        *launch_rules.TRAINER,
+        *(rule for rule in launch_rules.TRAINER if rule not in entries(ServerPool)),
     ),
     "Files and names of data": entries(Source),
     "Data": (*entries(Data), *entries(Batch)),

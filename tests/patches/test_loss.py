@@ -60,7 +60,7 @@ def batch_of(model: nn.Module) -> dict:
     """A planned micro-batch of one rank."""
     windows = (24, None) if getattr(model.config, "sliding_window", None) == 24 else (None,)
     settings = PlanSettings(
-        1, tokens_per_rank=4096, kinds=small_kinds(*windows), balance_block_size=8
+        1, rows_per_rank=4096, kinds=small_kinds(*windows), balance_block_size=8
     )
     plan = plan_micro_batch(LENGTHS, settings)
     batch = cut_rows(plan, 0, random_documents(LENGTHS))

@@ -191,7 +191,7 @@ def test_servers_that_come_and_go(rank_pools, tmp_path):
 def opened_where_rank_1_lacks_nixl(port):
     """What `open_pool` says on this rank when it is asked for NIXL."""
     dispatcher = Dispatcher(
-        PlanSettings(dist.get_world_size(), tokens_per_rank=64, kinds=small_kinds(None)), CPU
+        PlanSettings(dist.get_world_size(), rows_per_rank=64, kinds=small_kinds(None)), CPU
     )
     servers = AttentionServers(1, address=f"127.0.0.1:{port}", transport="nixl")
     lacking = patch.object(nixl, "_MODULES", ()) if dist.get_rank() == 1 else nullcontext()

@@ -351,7 +351,15 @@ def padded_before_model() -> Rows:
 
 @table_of("prefixes")
 def prefixes() -> Rows:
-    found = result("prefixes")
+    yield from _shared_prefixes(result("prefixes"))
+
+
+@table_of("prefixes_hybrid")
+def prefixes_hybrid() -> Rows:
+    yield from _shared_prefixes(result("prefixes_hybrid"))
+
+
+def _shared_prefixes(found: dict[str, Any]) -> Rows:
     yield (
         "sequences",
         "rows, unshared",

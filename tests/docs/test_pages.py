@@ -51,6 +51,9 @@ OBJECTS = {"hf_distca": hf_distca, "dispatcher": hf_distca.Dispatcher, "accelera
 OTHERS = {
     *(
         "expandable_segments",
+        "max_inflight_tasks",
+        "rollout_wait_s",
+        "row_imbalance",
         "set_device",
         "attention_server_token",
         "vision_tower",

@@ -80,6 +80,19 @@ class PlannedTraining(_Trainer):
     model: PreTrainedModel
     dispatcher: Dispatcher
 
+    if not TYPE_CHECKING:  # checkers of types and editors see the trainer's own constructor
+
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            self._initialize(arguments_by_name(super().__init__, args, kwargs))
+
+    def _initialize(self, arguments: dict[str, Any]) -> None:
+        """Check the arguments, build the trainer, and prepare its planned training."""
+        raise NotImplementedError
+
+    def _initialize_trainer(self, arguments: dict[str, Any]) -> None:
+        """Call the constructor of the trainer that follows the mixin."""
+        super().__init__(**arguments)
+
     def _checked(self, arguments: dict[str, Any]) -> dict[str, Any]:
         """Return the arguments that the trainer is built with, or raise ValueError.
 

@@ -9,18 +9,18 @@ PREFERENCES = (None, False, "", "dpo", "ipo")
 """Values of axolotl's `rl` that the plugin trains."""
 
 
-def _set(cfg: Any) -> dict[str, Any]:
-    """Return the keys of a configuration of axolotl that choose another trainer."""
-    names = ("reward_model", "process_reward_model", "diffusion_lm", "trainer_cls")
-    return {name: cfg[name] for name in names if cfg.get(name)}
+OTHER_TRAINERS = ("reward_model", "process_reward_model", "diffusion_lm", "trainer_cls")
+"""Keys of axolotl that choose another trainer."""
+STREAMS = ("streaming", "pretraining_dataset")
+"""Keys of axolotl by which a data set is a stream."""
 
 
 AXOLOTL: tuple[Rule, ...] = (
     Rule(
         "rl: {0[rl]} is set in a configuration of axolotl",
         "the plugin trains supervised, or with rl: dpo and rl: ipo",
-        "leave DistCAPlugin out; DistCAGRPOTrainer, DistCARLOOTrainer and DistCAKTOTrainer train in "
-        "scripts",
+        "leave DistCAPlugin out; DistCAGRPOTrainer, DistCARLOOTrainer and DistCAKTOTrainer train "
+        "in scripts",
         lambda cfg: cfg.get("rl") not in PREFERENCES,
         condition="another `rl` than `dpo` and `ipo` in a configuration of axolotl",
     ),
@@ -29,7 +29,13 @@ AXOLOTL: tuple[Rule, ...] = (
         "process_reward_model, diffusion_lm or trainer_cls",
         "the plugin has a trainer of its own",
         "leave these keys out, or leave DistCAPlugin out",
-        _set,
+        lambda cfg: any(map(cfg.get, OTHER_TRAINERS)),
+    ),
+    Rule(
+        "streaming or pretraining_dataset is set in a configuration of axolotl",
+        "axolotl packs its streams itself",
+        "name the data under datasets, with type: completion for plain text",
+        lambda cfg: any(map(cfg.get, STREAMS)),
     ),
 )
 """Configurations of axolotl that the plugin cannot train."""

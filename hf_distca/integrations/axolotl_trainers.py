@@ -35,4 +35,5 @@ class DistCAAxolotlDPOTrainer(DistCAPaddedMixin, AxolotlDPOTrainer):
     """
 
     def __init__(self, model: Any, ref_model: Any = None, **kwargs: Any) -> None:
-        super().__init__(model=model, ref_model=ref_model, **kwargs)
+        named: dict[str, Any] = {"model": model, "ref_model": ref_model, **kwargs}
+        super().__init__(**named)

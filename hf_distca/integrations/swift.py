@@ -154,4 +154,6 @@ def _with_defaults(base: type, settings: Mapping[str, Any], module: str) -> type
         (name, known[name].type, field(default=value, metadata=known[name].metadata))
         for name, value in settings.items()
     ]
-    return make_dataclass(base.__name__, changed, bases=(base,), namespace={"__module__": module})
+    made = make_dataclass(base.__name__, changed, bases=(base,))
+    made.__module__ = module  # from where pickle imports it
+    return made

@@ -128,7 +128,7 @@ def compare_with_trainers(
     run(folder, "stock", sys.executable, script, "stock")
     train()
     trainings = {
-        title.split()[0]: folder / "program",
+        title.split(",")[0]: folder / "program",
         "DistCATrainer": folder / "distca",
         "Trainer, one process": folder / "stock",
     }

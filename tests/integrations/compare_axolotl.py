@@ -1,6 +1,7 @@
 """Train with axolotl and its plugin, and compare the losses: `make axolotl`."""
 
 from same_losses import (
+    DPO_BOUND,
     HERE,
     compare,
     compare_with_trainers,
@@ -36,4 +37,4 @@ stock = "".join(
 axolotl("dpo")
 axolotl("stock-dpo")
 trainings = {"with the plugin": folder / "program-dpo", "axolotl": folder / "stock-dpo"}
-compare("axolotl, DPO", trainings, bound=1e-5)
+compare("axolotl, DPO", trainings, bound=DPO_BOUND)

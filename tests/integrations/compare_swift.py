@@ -1,6 +1,7 @@
 """Train with ms-swift and its plugin, and compare the losses: `make swift`."""
 
 from same_losses import (
+    DPO_BOUND,
     HERE,
     compare,
     compare_with_trainers,
@@ -41,4 +42,4 @@ compare_with_trainers(
 swift("rlhf", "program-dpo", DPO, *PLUGIN)
 swift("rlhf", "stock-dpo", DPO)
 trainings = {"with the plugin": folder / "program-dpo", "ms-swift": folder / "stock-dpo"}
-compare("ms-swift, DPO", trainings, bound=1e-5)
+compare("ms-swift, DPO", trainings, bound=DPO_BOUND)

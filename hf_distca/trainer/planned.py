@@ -100,7 +100,7 @@ class PlannedTraining(_Trainer):
             arguments: arguments of the trainer's `__init__` by name.
         """
         if isinstance(arguments.get("args"), DistCAPaddedArguments):
-            # Before a server loads anything. Its arguments are incomplete.
+            # Ends a process that does not train, whose arguments are incomplete.
             arguments["args"].serve_if_server()
         check_given(type(self), arguments, packs=self.packs_documents)
         arguments = self._prepare_arguments(arguments)
@@ -449,7 +449,7 @@ def complete_card(path: Path, data: str, run: RunSpec, accumulation: int, *, pac
         data=data,
         ranks=plans.ranks,
         strategy=NAMES[run.strategy],
-        tokens_per_rank=plans.tokens_per_rank,
+        tokens_per_rank=plans.rows_per_rank,
         tokens=plans.capacity,
         document_layout=plans.document_layout,
     )

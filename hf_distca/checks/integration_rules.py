@@ -41,11 +41,10 @@ AXOLOTL: tuple[Rule, ...] = (
 """Configurations of axolotl that the plugin cannot train."""
 
 
-def _swift_losses(given: Mapping[str, Any]) -> list[str]:
-    """Return the arguments of ms-swift that ask for another loss."""
-    args = given["args"]
+def _asks_for_other_loss(given: Mapping[str, Any]) -> bool:
+    """Return whether arguments of ms-swift ask for another loss than the model's."""
     names = ("enable_channel_loss", "enable_dft_loss", "loss_type", "router_aux_loss_coef")
-    return [f"{name}={getattr(args, name)!r}" for name in names if getattr(args, name)]
+    return any(getattr(given["args"], name) for name in names)
 
 
 class Swift:
@@ -65,23 +64,16 @@ class Swift:
 
 SWIFT: tuple[Rule, ...] = (
     Rule(
-        "ms-swift is given another loss by enable_channel_loss, enable_dft_loss, loss_type or "
-        "router_aux_loss_coef",
-        "the loss of packed documents is the model's own",
-        "leave these arguments out; a model's config may have a router_aux_loss_coef",
-        _swift_losses,
+        "--packing or --padding_free of ms-swift is set",
+        "hf_distca packs documents, and removes the padding of preferences, itself",
+        "leave both out",
+        lambda given: given["template"].packing or given["template"].padding_free,
     ),
     Rule(
         "sequence_parallel_size={0[template].sequence_parallel_size} divides documents among ranks",
         "plans already divide a document of up to ranks * tokens_per_rank tokens among ranks",
         "leave --sequence_parallel_size out",
         lambda given: given["template"].sequence_parallel_size > 1,
-    ),
-    Rule(
-        "predict_with_generate=True is set with ms-swift",
-        "evaluation computes packed documents and generates nothing",
-        "leave --predict_with_generate out",
-        lambda given: given["args"].predict_with_generate,
     ),
     Rule(
         "ms-swift trains {0[model].__class__.__name__}, which takes images or sound",
@@ -91,14 +83,30 @@ SWIFT: tuple[Rule, ...] = (
         condition="a model of images or sound in ms-swift",
     ),
 )
-"""What ms-swift's trainer is given and the plugin cannot train."""
+"""What trainers of ms-swift are given and the plugin cannot train."""
+SWIFT_PACKED: tuple[Rule, ...] = (
+    Rule(
+        "ms-swift is given another loss by enable_channel_loss, enable_dft_loss, loss_type or "
+        "router_aux_loss_coef",
+        "the loss of packed documents is the model's own",
+        "leave these arguments out; a model's config may have a router_aux_loss_coef",
+        _asks_for_other_loss,
+    ),
+    Rule(
+        "predict_with_generate=True is set with ms-swift",
+        "evaluation computes packed documents and generates nothing",
+        "leave --predict_with_generate out",
+        lambda given: given["args"].predict_with_generate,
+    ),
+)
+"""The same for the trainer with packed documents."""
 SWIFT_DOCUMENTS: tuple[Rule, ...] = (
     Rule(
-        "{0[name]} of ms-swift is a stream or is packed",
-        "the plugin packs the chats of a stored data set",
-        "leave --streaming, --packing and --padding_free out",
-        lambda given: not given["is_lazy"],
-        condition="`--streaming`, `--packing` or `--padding_free` of ms-swift",
+        "{0[name]} of ms-swift is a stream, or --truncation_strategy split has cut it",
+        "the plugin reads the chats of a stored data set",
+        "leave --streaming out, and set --truncation_strategy delete, left or right",
+        lambda given: not given["has_chats"],
+        condition="`--streaming` or `--truncation_strategy split` of ms-swift",
     ),
 )
 """Data sets of ms-swift that the plugin cannot read."""

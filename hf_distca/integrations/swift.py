@@ -7,7 +7,7 @@ from typing import Any
 
 from transformers import Trainer
 
-from hf_distca.checks.integration_rules import SWIFT, SWIFT_DOCUMENTS, Swift
+from hf_distca.checks.integration_rules import SWIFT, SWIFT_DOCUMENTS, SWIFT_PACKED, Swift
 from hf_distca.checks.refusal import PackageError, check
 from hf_distca.config import DistCAConfig
 from hf_distca.trainer.arguments import DistCAArguments, DistCAPaddedArguments
@@ -78,7 +78,7 @@ class DistCASwiftTrainer(DistCAMixin, TransformersSteps):
     """ms-swift's trainer of `swift pt` and `swift sft`, on packed documents."""
 
     def _prepare_arguments(self, arguments: dict[str, Any]) -> dict[str, Any]:
-        check(SWIFT, arguments)
+        check((*SWIFT, *SWIFT_PACKED), arguments)
         args: Any = arguments["args"]
         encoded = {name: _encoded(arguments.get(name), name, args) for name in DATASETS}
         return {**arguments, **encoded}
@@ -86,6 +86,10 @@ class DistCASwiftTrainer(DistCAMixin, TransformersSteps):
 
 class DistCASwiftDPOTrainer(DistCAPaddedMixin, TransformersCheckpointing, DPOTrainer):
     """ms-swift's trainer of `swift rlhf --rlhf_type dpo`, whose batches are computed packed."""
+
+    def _prepare_arguments(self, arguments: dict[str, Any]) -> dict[str, Any]:
+        check(SWIFT, arguments)
+        return arguments
 
 
 class _Encoder:
@@ -111,7 +115,7 @@ def _encoded(dataset: Any, name: str, args: Any) -> Any:
     """
     if dataset is None or (isinstance(dataset, list) and not dataset):
         return None
-    check(SWIFT_DOCUMENTS, {"name": name, "is_lazy": isinstance(dataset, LazyLLMDataset)})
+    check(SWIFT_DOCUMENTS, {"name": name, "has_chats": isinstance(dataset, LazyLLMDataset)})
     chats = dataset.dataset
     with args.main_process_first(desc=f"tokens of {name}"):
         return chats.map(

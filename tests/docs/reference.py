@@ -107,6 +107,7 @@ REFUSALS: dict[str, tuple[Refusal, ...]] = {
     "axolotl and ms-swift": (
         *integration_rules.AXOLOTL,
         *integration_rules.SWIFT,
+        *integration_rules.SWIFT_PACKED,
         *integration_rules.SWIFT_DOCUMENTS,
         *entries(integration_rules.Swift),
     ),

@@ -16,7 +16,7 @@ ROOT = HERE.parents[1]
 CHARACTERS = (300, 900, 2500, 150, 600, 4200, 1200, 80, 2000, 700, 450, 1500, 260, 3000, 500, 1000)
 """Lengths of the documents. The longest one has more tokens than a rank holds."""
 DPO_BOUND = 1e-4
-"""Bound of the differences of DPO, whose log-probs are sums of up to 2,000 numbers, rounded to 5e-4."""
+"""Bound of DPO: its log-probs are sums of up to 2,000 numbers, which are rounded to 5e-4."""
 OFFLINE = {
     "ACCELERATE_USE_CPU": "true",
     "AXOLOTL_DO_NOT_TRACK": "1",

@@ -16,7 +16,8 @@ import transformers
 import trl
 
 from hf_distca import DistCAConfig
-from hf_distca.checks.refusal import RefusedError
+from hf_distca.checks.integration_rules import SWIFT, SWIFT_PACKED
+from hf_distca.checks.refusal import RefusedError, check
 
 
 def module(name: str, **members: Any) -> ModuleType:
@@ -154,3 +155,29 @@ def test_weights_of_tokens_are_refused(swift):
     assert encoder({"labels": [-100, 2]}) == {"input_ids": [1, 2], "labels": [-100, 2]}
     with pytest.raises(RefusedError, match="train_dataset has weights of tokens"):
         encoder({"loss_scale": [0.0, 0.5]})
+
+
+@pytest.mark.parametrize(
+    ("template", "args", "message"),
+    [
+        ({"padding_free": True}, {}, "--packing or --padding_free of ms-swift is set"),
+        ({"sequence_parallel_size": 2}, {}, "sequence_parallel_size=2 divides documents"),
+        ({}, {"enable_dft_loss": True}, "ms-swift is given another loss"),
+    ],
+)
+def test_trainings_of_ms_swift_that_are_refused(template, args, message):
+    usual = {"packing": False, "padding_free": False, "sequence_parallel_size": 1}
+    given = {
+        "template": SimpleNamespace(**usual),
+        "args": SimpleNamespace(
+            **dict.fromkeys(("enable_channel_loss", "enable_dft_loss", "predict_with_generate")),
+            **dict.fromkeys(("loss_type", "router_aux_loss_coef")),
+        ),
+        "model": SimpleNamespace(model_meta=SimpleNamespace(is_multimodal=False)),
+    }
+    rules = (*SWIFT, *SWIFT_PACKED)
+    check(rules, given)
+    vars(given["template"]).update(template)
+    vars(given["args"]).update(args)
+    with pytest.raises(RefusedError, match=message):
+        check(rules, given)

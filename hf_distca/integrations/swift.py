@@ -2,7 +2,9 @@
 
 import sys
 from collections.abc import Mapping
+from copy import deepcopy
 from dataclasses import Field, dataclass, field, fields, make_dataclass
+from functools import partial
 from typing import Any
 
 from transformers import Trainer
@@ -155,7 +157,7 @@ def _with_defaults(base: type, settings: Mapping[str, Any], module: str) -> type
     if unknown:
         raise Swift.UNKNOWN.error(name=unknown[0], names=", ".join(known))
     changed: list[tuple[str, Any, Field[Any]]] = [
-        (name, known[name].type, field(default=value, metadata=known[name].metadata))
+        (name, known[name].type, field(default_factory=partial(deepcopy, value)))
         for name, value in settings.items()
     ]
     made = make_dataclass(base.__name__, changed, bases=(base,))

@@ -133,13 +133,14 @@ def test_configurations_of_axolotl_that_are_refused(axolotl, given, message):
 
 
 def test_ms_swift_gets_classes_with_the_settings(swift, tmp_path):
-    swift.plan_attention(__name__, tokens_per_rank="32k")
+    swift.plan_attention(__name__, tokens_per_rank="32k", planning={"ping_pong": False})
     named = swift.TrainerFactory.TRAINING_ARGS_MAPPING
     assert named["kto"] == "swift's"
     assert named["causal_lm"] == f"{__name__}.DistCASwiftArguments"
     made = sys.modules[__name__].DistCASwiftArguments
     args = made(output_dir=str(tmp_path), use_cpu=True)
     assert (args.tokens_per_rank, args.long_documents) == (32768, "error")
+    assert args.planning.ping_pong is False
     assert pickle.loads(pickle.dumps(args)).tokens_per_rank == 32768
     trainer = swift.TrainerFactory.TRAINER_MAPPING["dpo"]
     assert trainer == "hf_distca.integrations.swift.DistCASwiftDPOTrainer"

@@ -13,7 +13,7 @@ from string import Formatter
 from typing import Any, get_args
 
 import hf_distca
-from hf_distca.checks import argument_rules, launch_rules
+from hf_distca.checks import argument_rules, integration_rules, launch_rules
 from hf_distca.checks.batch_rules import Batch
 from hf_distca.checks.data_rules import Data, Source
 from hf_distca.checks.kernel_rules import Kernels
@@ -104,6 +104,13 @@ REFUSALS: dict[str, tuple[Refusal, ...]] = {
         launch_rules.NOT_CONNECTED,
         launch_rules.SHARED_GPU,
         *(rule for rule in launch_rules.TRAINER if rule not in entries(ServerPool)),
+    ),
+    "axolotl and ms-swift": (
+        *integration_rules.AXOLOTL,
+        *integration_rules.SWIFT,
+        *integration_rules.SWIFT_PACKED,
+        *integration_rules.SWIFT_DOCUMENTS,
+        *entries(integration_rules.Swift),
     ),
     "Files and names of data": entries(Source),
     "Data": (*entries(Data), *entries(Batch)),

@@ -3,7 +3,6 @@
 import copy
 import io
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,12 +11,6 @@ from transformers.image_utils import make_flat_list_of_images
 
 from hf_distca.batches.images import ImageModel, Modality
 
-ORIENTATION = 0x0112
-"""Tag of EXIF that says how a picture is turned."""
-TURNED_SIDEWAYS = (5, 6, 7, 8)
-"""Orientations whose height is the width of the picture in the file."""
-TURNS_PNG = (b"eXIf", b"Raw profile type exif", b"XML:com.adobe.xmp")
-"""Names of what may say how a PNG is turned."""
 Collate = Callable[[list[dict[str, Any]]], Any]
 """Function that makes a batch of examples."""
 PICTURES = ("images", "image")
@@ -69,11 +62,17 @@ class _CountedPatches:
     def __call__(self, images: Any, return_tensors: Any = None, **_options: Any) -> BatchFeature:
         pictures: Any = make_flat_list_of_images(images)
         sizes = [(picture.height, picture.width) for picture in pictures]
-        counted = self._processor._get_num_multimodal_tokens(image_sizes=sizes)
+        # A file may say that its picture is turned.
+        turned = [(width, height) for height, width in sizes]
+        count = self._processor._get_num_multimodal_tokens
+        counted = count(image_sizes=sizes)
         merge, axes = self._modality.merge, self._modality.inputs[1].shape[1]
         rows = np.array(counted["num_image_tokens"])
-        if np.any(rows * merge**2 != counted["num_image_patches"]):
-            raise ValueError("the processor makes other rows of features than the model")
+        if (
+            counted["num_image_tokens"] != count(image_sizes=turned)["num_image_tokens"]
+            or (rows * merge**2).tolist() != counted["num_image_patches"]
+        ):
+            raise ValueError("sizes alone do not give the rows of features")
         grids = np.ones((len(rows), axes), np.int64)
         grids[:, -2] = merge
         grids[:, -1] = rows * merge
@@ -106,21 +105,11 @@ def with_blank_pictures(example: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def _size_of(stored: Any) -> tuple[int, int] | None:
-    """Return width and height of a stored picture as `datasets` decodes it; None if not known."""
+    """Return width and height of a stored picture; None if they are not known."""
     if not isinstance(stored, Mapping):
         return None
     from PIL import Image
 
     content, path = stored.get("bytes"), stored.get("path") or ""
     with Image.open(io.BytesIO(content) if content is not None else path) as picture:
-        if picture.format == "PNG":  # Pillow decodes a PNG to find its EXIF
-            return picture.size if _is_upright(content, path) else None
-        is_turned = picture.getexif().get(ORIENTATION) in TURNED_SIDEWAYS
-        return picture.size[::-1] if is_turned else picture.size
-
-
-def _is_upright(content: bytes | None, path: Any) -> bool:
-    """Return whether a PNG has nothing that may say how it is turned."""
-    if content is None:
-        content = Path(path).read_bytes()
-    return not any(keyword in content for keyword in TURNS_PNG)
+        return picture.size

@@ -7,18 +7,19 @@ from typing import Any
 import datasets
 import numpy as np
 import pytest
-from PIL import Image
+from PIL import ExifTags, Image
 from PIL.JpegImagePlugin import JpegImageFile
 from PIL.PngImagePlugin import PngImageFile
 from PIL.WebPImagePlugin import WebPImageFile
 from transformers import Glm4vImageProcessorPil, Qwen2VLImageProcessorPil
+from transformers.image_processing_utils import BaseImageProcessor
 from trl.trainer.sft_trainer import DataCollatorForVisionLanguageModeling
 
 from hf_distca.checks.data_rules import Data
 from hf_distca.collator import images as images_module
 from hf_distca.collator.documents import Columns
 from hf_distca.collator.images import PartOfDataset, ProcessedDocuments, read_images
-from hf_distca.collator.picture_sizes import ORIENTATION, collator_of_sizes
+from hf_distca.collator.picture_sizes import collator_of_sizes
 from hf_distca.models.images import image_model
 from hf_distca.planner.images import PLACEHOLDERS
 from tests.images.families import IMAGE, tiny_model
@@ -106,23 +107,28 @@ def saved(picture: Image.Image, form: str, **options: Any) -> dict[str, Any]:
 
 def turned(orientation: int) -> bytes:
     exif = Image.Exif()
-    exif[ORIENTATION] = orientation
+    exif[ExifTags.Base.Orientation] = orientation
     return exif.tobytes()
 
 
 @pytest.fixture
-def decoded(monkeypatch) -> list[str | None]:
-    """Formats of the pictures that are decoded."""
-    formats: list[str | None] = []
+def decoded(monkeypatch) -> list[str]:
+    """Pictures that are decoded, and calls of image processors."""
+    noted: list[str] = []
+
+    def note(owner: type, method: str) -> None:
+        original = getattr(owner, method)
+
+        def noting(*args: Any, **kwargs: Any) -> Any:
+            noted.append(owner.__name__)
+            return original(*args, **kwargs)
+
+        monkeypatch.setattr(owner, method, noting)
+
     for opened in (JpegImageFile, PngImageFile, WebPImageFile):
-        load = opened.load
-
-        def noted(picture, load=load):
-            formats.append(picture.format)
-            return load(picture)
-
-        monkeypatch.setattr(opened, "load", noted)
-    return formats
+        note(opened, "load")
+    note(BaseImageProcessor, "__call__")
+    return noted
 
 
 def with_pictures(pictures: list[list[dict[str, Any]]]) -> datasets.Dataset:
@@ -133,11 +139,11 @@ def with_pictures(pictures: list[list[dict[str, Any]]]) -> datasets.Dataset:
 
 
 def both_ways(
-    dataset: datasets.Dataset, image_processor: Any, decoded: list[str | None]
-) -> tuple[PartOfDataset, PartOfDataset, set[str | None]]:
+    dataset: datasets.Dataset, image_processor: Any, decoded: list[str]
+) -> tuple[PartOfDataset, PartOfDataset, set[str]]:
     """What is read of chats, and of the documents that the processor makes of them.
 
-    The last value has the formats of the pictures that are decoded for the first.
+    The last value has what is decoded for the first.
     """
     documents = documents_of(dataset, image_processor)
     model = image_model(tiny_model("qwen3_vl", "distca"))
@@ -159,21 +165,15 @@ def test_sizes_are_read_without_pixels(decoded, image_processor):
         saved(wide, "JPEG"),
         *(saved(wide, "JPEG", exif=turned(orientation)) for orientation in (1, 3, 6)),
         saved(wide, "WEBP", exif=turned(8)),
+        saved(wide, "PNG", exif=turned(6)),
         *(saved(Image.new("L", tuple(draw.integers(9, 300, 2))), "PNG") for _ in range(40)),
     ]
     dataset = with_pictures([[], kinds[:3], *([picture] for picture in kinds)])
     found, expected, formats = both_ways(dataset, image_processor, decoded)
     assert found == expected
     assert formats == set()
-    assert set(decoded) == {"PNG", "JPEG", "WEBP"}  # for the documents
-
-
-def test_a_picture_whose_size_is_in_its_pixels_is_decoded(decoded):
-    """Pillow reads the EXIF of a PNG after its pixels."""
-    sides = [saved(Image.new("RGB", (97, 41)), "PNG", exif=turned(6))]
-    found, expected, formats = both_ways(with_pictures([sides]), Qwen2VLImageProcessorPil, decoded)
-    assert found == expected
-    assert formats == {"PNG"}
+    opened = {"PngImageFile", "JpegImageFile", "WebPImageFile"}
+    assert set(decoded) == {*opened, "BaseImageProcessor"}  # for the documents
 
 
 def test_a_picture_by_its_path_is_not_decoded(decoded, tmp_path):

@@ -214,6 +214,8 @@ def images_of(
         own["modality"] = number
         own["index"] = np.arange(len(own))
         own["rows"] = figures.rows
+        own["patches"] = figures.patches
+        own["pairs"] = figures.pairs
         own["cost"] = model.costs(figures)
         runs = _placeholder_runs(figures, np.flatnonzero(tokens == modality.token_id))
         parts.append((own, runs))

@@ -77,7 +77,8 @@ def count_encoder(model: nn.Module, run: RunSpec, encoded: Encoded) -> EncoderPe
             for parameter in trained:
                 parameter.grad = torch.empty_like(parameter)
         live.begin()
-        with _RealNumbers():
+        real: Any = _RealNumbers
+        with real():
             with torch.autocast(HOST.type, torch.bfloat16, enabled=run.autocasts):
                 output = getattr(encoder, ENCODES["image"])(**{modality.values: pixels}, **given)
             features = list(_tensors([getattr(output, name) for name in feature_fields(encoder)]))

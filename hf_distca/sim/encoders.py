@@ -69,7 +69,7 @@ def with_encoders(
         slowest = float((step.attention + step.other + step.waited + seconds).max())
         return replace(step, seconds=slowest, encoder=seconds, encoder_patches=int(patches.max()))
     encoders, features = batch.encoders(plan, run.plans.ranks)
-    encoder_seconds = np.bincount(encoders, batch.images["cost"], run.plans.ranks)
+    encoder_seconds = np.bincount(encoders, batch.images["cost"], run.plans.ranks).astype(float)
     encoded_patches = np.bincount(encoders, batch.images["patches"], run.plans.ranks)
     travel = _travel_seconds(encoders, features, batch.row_bytes, run)
     return replace(

@@ -145,7 +145,7 @@ def packed_rows(lengths: IntArray, run: RunSpec) -> tuple[list[list[int]], int]:
 
 def _packed(lengths: IntArray, run: RunSpec) -> tuple[Table, IntArray]:
     """Return the spans of documents, and the rank of each, with about equally many tokens each."""
-    spans = _cut(lengths, run.plans.tokens_per_rank)
+    spans = _cut(lengths, run.plans.rows_per_rank)
     # Each span goes to the rank with the fewest tokens, whether that rank has room or not.
     ranks = Bins([int(lengths.sum())] * run.plans.ranks)
     order = largest_first(spans["tokens"])
@@ -171,7 +171,7 @@ def whole_documents(lengths: IntArray, run: RunSpec, group: Group = ONE_RANK) ->
 
     With rows divided it is the baseline of WLB-LLM and of the paper.
     """
-    most_tokens = run.plans.tokens_per_rank * group.ranks
+    most_tokens = run.plans.rows_per_rank * group.ranks
     spans = _cut(lengths, most_tokens)
     costs = document_seconds(spans["tokens"], run.costs)
     order = largest_first(costs)

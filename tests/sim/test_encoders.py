@@ -70,7 +70,7 @@ def test_ranks_that_share_documents_share_their_images():
 
 
 def test_images_of_a_cut_document_are_cut():
-    run = replace(RUN, plans=replace(RUN.plans, tokens_per_rank=4))
+    run = replace(RUN, plans=replace(RUN.plans, rows_per_rank=4))
     lengths = np.array([6])
     seen = with_encoders(plain(lengths, run), None, images(30.0), lengths, run)
     assert seen.encoder is not None

@@ -1,6 +1,6 @@
 """Counted memory of trainings with images beside what a process really takes, on the CPU.
 
-Small models whose encoder is large beside the text model train for three steps, in a process of
+Small models whose encoder is large beside the text model train for two steps, in a process of
 their own. Measured is the most resident memory above what was resident before there was a model.
 The count is made of the model's config, the plan, and the number of images and patches.
 
@@ -25,9 +25,9 @@ from hf_distca.models.loading import attention_of
 from hf_distca.planner.micro_batch import plan_micro_batch
 
 CPU = torch.device("cpu")
-PATCH, SIDE, PLACEHOLDER = 14, 32, 1
+PATCH, SIDE, PLACEHOLDER = 14, 24, 1
 """Height of a patch in pixels, patches along each side of an image, and token of a placeholder."""
-STEPS = 3
+STEPS = 2
 TEXT = {
     "hidden_size": 256,
     "intermediate_size": 512,
@@ -80,7 +80,7 @@ class Case:
     family: str
     checkpointing: bool = False
     frozen: bool = False
-    images: int = 8
+    images: int = 4
 
     @property
     def tokens(self) -> int:

@@ -10,10 +10,12 @@ import torch
 from hf_distca.batches.images import Field, Modality
 from hf_distca.checks.launch_rules import TRAINER
 from hf_distca.checks.refusal import errors_of
+from hf_distca.checks.step_rules import PlannedStep
 from hf_distca.dispatch.features import BoundImages
 from hf_distca.models.images import image_model, why_no_images
 from hf_distca.plan import FEATURES, PlannedImages
 from tests.models_and_batches import small_model
+from tests.refused import refused
 
 TOKEN = 9
 TILES = Modality(

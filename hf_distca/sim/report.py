@@ -80,8 +80,8 @@ MEMORY = (
 )
 """Meaning of the table of memory."""
 PARTS_OF_MEMORY = (
-    "optimizer: its state, such as the two moments of Adam. encoder of images: pixels, features and "
-    "what the encoder's backward reads. activations: results that the backward "
+    "optimizer: its state, such as the two moments of Adam. encoder of images: pixels, features "
+    "and what the encoder's backward reads. activations: results that the backward "
     "reads. autocast's copies of weights: in the dtype of the computation. kept O and "
     "log-sum-exp: results of core attention that gradient checkpointing does not compute again. "
     "exchange buffers: rows that arrive from other ranks. row numbers of the plan: tensors by "

@@ -103,7 +103,8 @@ VERSION_TESTS := tests/test_imports.py tests/kernels/test_contract.py tests/kern
 	tests/kernels/test_fused_triton.py tests/dispatch/test_launches.py::test_step_on_fake_cuda tests/gpu \
 	tests/collator tests/dispatch/test_process_groups.py tests/patches/test_attention.py \
 	tests/patches/test_compile.py tests/trainer/test_features.py \
-	tests/trainer/test_parallel.py
+	tests/trainer/test_parallel.py tests/images/test_inputs.py tests/images/test_processed.py \
+	"tests/images/test_training.py::test_families[1-llava-False]"
 
 # uv, because pip knows no way to take the oldest. What these versions need in turn is as new as they let it be.
 oldest: RESOLUTION := lowest-direct

@@ -547,6 +547,16 @@ def encoder_balance() -> Rows:
             yield ranks, name, *(f"{of['mean']:.2f} ({of['worst']:.2f})" for of in spreads)
 
 
+@table_of("encoder_balance")
+def encoder_steps() -> Rows:
+    """Predicted seconds of a step with images, by strategy and number of ranks."""
+    steps = result("encoder_balance")["steps"]
+    yield "step, s", *(f"{ranks} ranks" for ranks in steps)
+    for name in next(iter(steps.values())):
+        found = (of[name] for of in steps.values())
+        yield name, *(f"{of['mean']:.2f} ({of['worst']:.2f})" for of in found)
+
+
 @table_of("targets")
 def targets() -> Rows:
     yield "targets, turns of a session", "median", "most"

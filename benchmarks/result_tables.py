@@ -372,7 +372,15 @@ def padded_before_model() -> Rows:
 
 @table_of("prefixes")
 def prefixes() -> Rows:
-    found = result("prefixes")
+    yield from _shared_prefixes(result("prefixes"))
+
+
+@table_of("prefixes_hybrid")
+def prefixes_hybrid() -> Rows:
+    yield from _shared_prefixes(result("prefixes_hybrid"))
+
+
+def _shared_prefixes(found: dict[str, Any]) -> Rows:
     yield (
         "sequences",
         "rows, unshared",
@@ -537,6 +545,16 @@ def encoder_balance() -> Rows:
         for name, found in strategies.items():
             spreads = (found[figure] for figure in figures)
             yield ranks, name, *(f"{of['mean']:.2f} ({of['worst']:.2f})" for of in spreads)
+
+
+@table_of("encoder_balance")
+def encoder_steps() -> Rows:
+    """Predicted seconds of a step with images, by strategy and number of ranks."""
+    steps = result("encoder_balance")["steps"]
+    yield "step, s", *(f"{ranks} ranks" for ranks in steps)
+    for name in next(iter(steps.values())):
+        found = (of[name] for of in steps.values())
+        yield name, *(f"{of['mean']:.2f} ({of['worst']:.2f})" for of in found)
 
 
 @table_of("targets")

@@ -51,6 +51,9 @@ OBJECTS = {"hf_distca": hf_distca, "dispatcher": hf_distca.Dispatcher, "accelera
 OTHERS = {
     *(
         "expandable_segments",
+        "max_inflight_tasks",
+        "rollout_wait_s",
+        "row_imbalance",
         "set_device",
         "attention_server_token",
         "vision_tower",
@@ -65,13 +68,8 @@ OTHERS = {
         "padding_free",
         "attn_impl",
     ),
-    *(
-        "pre_model_load",
-        "get_training_args_mixin",
-        "get_trainer_cls",
-        "TrainerFactory",
-        "eval_loss",
-    ),
+    *("sequence_len", "truncation_strategy", "vit_gradient_checkpointing", "eval_loss"),
+    *("LigerPlugin", "CutCrossEntropyPlugin"),
     *("fsdp_state_dict_type", "zero3_save_16bit_model", "ParallelismConfig", "dp_shard_size"),
     *("output_router_logits", "router_aux_loss_coef", "packing_strategy"),
 }

@@ -306,9 +306,17 @@ def train(folder: str, case: Case, planned: bool) -> dict[str, Any]:
             "calls": transfer.calls,
         }
         if planned:
+            if case.strategy == "ddp":
+                result["generated"] = generated(trainer.model)
             trainer.save_model(f"{folder}/saved")
             trainer.close()
     return result
+
+
+def generated(model: Any) -> Tensor:
+    """Tokens that a model generates."""
+    tokens: Tensor = model.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=8, do_sample=False)
+    return tokens
 
 
 def compare(trained: dict[str, Any], expected: dict[str, Any]) -> None:

@@ -13,7 +13,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from accelerate import PartialState
-from torch import Tensor
 from transformers import AutoModelForCausalLM
 from trl.experimental.async_grpo import AsyncGRPOTrainer
 from trl.experimental.async_grpo.async_grpo_trainer import TokenBudgetBatcher
@@ -32,6 +31,7 @@ from tests.trainer.recorded import (
     Case,
     compare,
     compare_weights,
+    generated,
     train,
 )
 
@@ -85,7 +85,7 @@ def test_trainings_are_those_of_trl(rank_pools, tmp_path, name):
     trained = rank_pools[RANKS].run(train, str(tmp_path), case, True)[0]
     compare(trained, expected)
     check_rows(trained["history"])
-    check_saved(f"{tmp_path}/saved", trained["sent"])
+    check_saved(f"{tmp_path}/saved", trained)
 
 
 def check_rows(history: list[dict[str, Any]]) -> None:
@@ -101,16 +101,22 @@ def check_rows(history: list[dict[str, Any]]) -> None:
     assert not any("batch/dropped_oversize_total" in entry for entry in steps)
 
 
-def check_saved(folder: str, sent: dict[str, Tensor]) -> None:
-    """The server gets the weights of the model, by the names of transformers' model."""
-    if Path(folder, "adapter_config.json").exists():
-        stock = AutoModelForCausalLM.from_pretrained(f"{folder}/../model")
-        assert sent.keys() == dict(stock.named_parameters()).keys()
+def check_saved(folder: str, trained: dict[str, Any]) -> None:
+    """The server gets the weights of the saved model, by the names of transformers' model.
+
+    Both models generate the same.
+    """
+    sent = trained["sent"]
+    is_adapted = Path(folder, "adapter_config.json").exists()
+    stock = AutoModelForCausalLM.from_pretrained(f"{folder}/../model" if is_adapted else folder)
+    weights = dict(stock.named_parameters())
+    assert sent.keys() == weights.keys()
+    if is_adapted:  # the weights that were sent include the adapter
         return
-    stock = AutoModelForCausalLM.from_pretrained(folder)
-    for name, weight in stock.named_parameters():
+    for name, weight in weights.items():
         torch.testing.assert_close(sent[name], weight.detach(), rtol=0, atol=0)
-    assert sent.keys() == dict(stock.named_parameters()).keys()
+    if "generated" in trained:
+        assert trained["generated"].tolist() == generated(stock).tolist()
 
 
 # What TRL's trainer refuses

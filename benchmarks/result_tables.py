@@ -375,9 +375,14 @@ def prefixes() -> Rows:
     yield from _shared_prefixes(result("prefixes"))
 
 
-@table_of("prefixes_hybrid")
+@table_of("prefixes_hybrid", "prefixes_hybrid_again")
 def prefixes_hybrid() -> Rows:
-    yield from _shared_prefixes(result("prefixes_hybrid"))
+    header, *rows = _shared_prefixes(result("prefixes_hybrid"))
+    _, *rows_again = _shared_prefixes(result("prefixes_hybrid_again"))
+    yield header
+    for case, case_again in zip(rows, rows_again, strict=True):
+        yield case
+        yield f"{case_again[0]}, again", *case_again[1:]
 
 
 def _shared_prefixes(found: dict[str, Any]) -> Rows:

@@ -273,15 +273,12 @@ def _steps_of(
 ) -> tuple[list[StepTime], MicroBatchPlan | None]:
     """Return the steps of a strategy, and the plan whose busiest rank exchanges the most."""
     steps: list[StepTime] = []
-    largest_plan = None
-    largest_bytes = 0
+    plans: list[MicroBatchPlan] = []
     for lengths in micro_batches:
-        step, plan = strategy.step(lengths)
+        step, plans_of_pods = strategy.step(lengths)
         steps.append(step)
-        if step.bytes_bottleneck >= largest_bytes:
-            largest_plan = plan
-            largest_bytes = step.bytes_bottleneck
-    return steps, largest_plan
+        plans += plans_of_pods
+    return steps, max(plans, key=lambda plan: plan.summary.exchange.bytes_bottleneck, default=None)
 
 
 def _strategy_figures(

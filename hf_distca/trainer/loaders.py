@@ -255,7 +255,7 @@ class PackedLoaders:
         if bins == 0:
             bins = groups.ranks if stay_whole else 1
         if capacity == 0:
-            capacity = self._dispatcher.settings.capacity
+            capacity = self._dispatcher.settings.micro_batch_tokens
         bin_capacity = capacity // bins
         limit_name = "tokens_per_rank" if stay_whole else "ranks · tokens_per_rank"
         # 2. The spans that fit.

@@ -13,7 +13,12 @@ from hf_distca.kernels.speed import peak_flops
 from hf_distca.plan import ExchangeFigures, PlanChoice, PlanSummary
 from hf_distca.planner.micro_batch import PlanSettings, plan_micro_batch
 from hf_distca.trainer import metrics
-from hf_distca.trainer.metrics import Remedies, StepMeter, predicted_attention
+from hf_distca.trainer.metrics import (
+    Remedies,
+    StepMeter,
+    attention_as_chosen,
+    attention_as_shared,
+)
 from tests.models_and_batches import SMALL_KIND, small_model
 from tests.trainer.small_trainers import LENGTHS, make_trainer
 
@@ -254,12 +259,14 @@ def test_predicted_attention_time():
     busiest = 10 + 6
     other = 3 + 3
     expected = (7.0 + 4.0) * busiest / (busiest + other)
-    assert predicted_attention({SMALL_KIND: 2}, plans, [7.0, 4.0]) == pytest.approx(expected)
-    # Plans that were chosen carry their prediction; the busiest rank is that of all micro-batches
-    # together.
+    assert attention_as_shared({SMALL_KIND: 2}, plans, [7.0, 4.0]) == pytest.approx(expected)
+    assert attention_as_chosen(plans, 0) is None
+    # Plans that were chosen carry the prediction of each rank, all micro-batches together.
     choices = [PlanChoice(1, 1, 0.01, 9.0, attention) for attention in ((5.0, 1.0), (1.0, 6.0))]
     chosen = [replace(plan, choice=choice) for plan, choice in zip(plans, choices, strict=True)]
-    assert predicted_attention({SMALL_KIND: 2}, chosen, [100.0, 100.0]) == 7.0
+    assert [attention_as_chosen(chosen, rank) for rank in range(2)] == [6.0, 7.0]
+    # The ranks of a plan are those of a pod.
+    assert attention_as_chosen([replace(plan, first_rank=2) for plan in chosen], 3) == 7.0
 
 
 def test_what_the_planner_chose_or_few_steps_had_is_no_problem(caplog):

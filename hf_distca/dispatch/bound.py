@@ -288,7 +288,8 @@ class BoundRoutes:
         rows = np.zeros((2, self._ranks), np.int64)  # sent and received
         rows[0, peers] = route.received if transfer.back else route.sent
         rows[1, peers] = route.sent if transfer.back else route.received
-        return Rows(*map(tuple, rows.tolist()), self._first_rank)
+        sent, received = map(tuple, rows.tolist())
+        return Rows(sent, received, self._first_rank)
 
 
 def _forwarding_peers(plan: Plan, rank: int, routes: Routes) -> IntArray | None:

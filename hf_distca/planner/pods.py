@@ -137,17 +137,14 @@ class _Table:
             count = int(counts[document])
             first = -(-(pods[-1].stop if pods else 0) // count) * count
             if first < blocks:
-                pod = range(first, min(first + count, blocks))
-                pods.append(pod)
-            else:
-                rows = int(self._lengths[document])
-                pod = min(
-                    (pod for pod in pods if len(pod) >= count and self._room_in(pod) >= rows),
-                    key=lambda pod: (float(self._work[pod.start]), pod.start),
-                    default=None,
-                )
-            if pod is None:
+                pods.append(range(first, min(first + count, blocks)))
+                self._put(document, pods[-1])
+                continue
+            rows = int(self._lengths[document])
+            shared = [pod for pod in pods if len(pod) >= count and self._room_in(pod) >= rows]
+            if not shared:
                 return False
+            pod = min(shared, key=lambda pod: (float(self._work[pod.start]), pod.start))
             self._put(document, pod)
         for pod in pods:
             self._join(pod)

@@ -84,13 +84,13 @@ class PlanSettings:
 
     @property
     def block_sizes(self) -> tuple[int, ...]:
-        """[blocks] ranks of the smallest pods, of whole nodes: all ranks unless plans are chosen.
+        """[blocks] ranks of the smallest pods that there may be; one block if there are no pods.
 
-        Blocks have equally many nodes, or one more.
+        Blocks have equally many nodes, or one more. Plans have no pods without costs.
         """
         sizes = node_sizes(self.ranks, self.ranks_per_node)
         blocks = min(self.ranks // self.pod_ranks, len(sizes))
-        if blocks < 2 or self.costs is None or self.document_layout != AUTO:
+        if blocks < 2 or self.document_layout != AUTO:
             return (self.ranks,)
         return tuple(int(nodes.sum()) for nodes in np.array_split(sizes, blocks))
 
@@ -112,7 +112,7 @@ class PlanSettings:
     @property
     def micro_batch_tokens(self) -> int:
         """Maximum number of tokens of a micro-batch that is drawn; the rest is room in pods."""
-        if len(self.block_sizes) == 1:
+        if self.costs is None or len(self.block_sizes) == 1:
             return self.capacity
         return self.capacity - self.capacity // ROOM_OF_PODS
 

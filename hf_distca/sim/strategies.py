@@ -177,15 +177,17 @@ def planned(lengths: IntArray, run: RunSpec) -> tuple[StepTime, list[MicroBatchP
 
 def _of_all_pods(steps: Sequence[StepTime]) -> StepTime:
     """Return the step of all ranks, from the steps of pods that wait for each other at its end."""
-    of_ranks = {
-        name: np.concatenate([getattr(step, name) for step in steps])
-        for name in ("attention", "other", "waited", "mixing")
-    }
-    most = {
-        name: max(getattr(step, name) for step in steps)
-        for name in ("seconds", "bytes_bottleneck", "tokens_most", "mixing_runs", "mixing_bytes")
-    }
-    return StepTime(**of_ranks, **most)
+    return StepTime(
+        seconds=max(step.seconds for step in steps),
+        attention=np.concatenate([step.attention for step in steps]),
+        other=np.concatenate([step.other for step in steps]),
+        waited=np.concatenate([step.waited for step in steps]),
+        mixing=np.concatenate([step.mixing for step in steps]),
+        bytes_bottleneck=max(step.bytes_bottleneck for step in steps),
+        tokens_most=max(step.tokens_most for step in steps),
+        mixing_runs=max(step.mixing_runs for step in steps),
+        mixing_bytes=max(step.mixing_bytes for step in steps),
+    )
 
 
 def step_of_plan(plan: MicroBatchPlan, run: RunSpec) -> StepTime:

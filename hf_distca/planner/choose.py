@@ -138,7 +138,7 @@ def choose(
         listed = [*search.whole_documents(), *search.as_set()]
     else:
         listed = search.as_set()
-    fastest = fastest_of(listed, search.planned)
+    fastest = fastest_of(listed, search.planned, search.least_seconds)
     if fastest is None:  # no group can be laid out
         fastest = fastest_of(search.as_set(), search.planned)
     assert fastest is not None
@@ -159,7 +159,9 @@ def choose_placed(rank_lengths: Sequence[Sequence[int]], settings: PlanSettings)
 
 
 def fastest_of(
-    listed: Iterable[Candidate], plan: Callable[[Candidate], PlannedCandidate | None]
+    listed: Iterable[Candidate],
+    plan: Callable[[Candidate], PlannedCandidate | None],
+    least_seconds: Callable[[Candidate], float] = attrgetter("bound"),
 ) -> PlannedCandidate | None:
     """Plan candidates from the lowest bound on, until no further one can be faster.
 
@@ -167,6 +169,7 @@ def fastest_of(
 
     Args:
         plan: makes the plan of a candidate and predicts its step; None if no such plan exists.
+        least_seconds: seconds that a candidate takes at least, after what has been planned.
 
     Returns:
         None if no candidate can be planned.
@@ -175,10 +178,18 @@ def fastest_of(
     for candidate in sorted(listed, key=attrgetter("bound")):
         if fastest is not None and candidate.bound >= fastest.seconds * (1 - GOOD_ENOUGH):
             break
+        if fastest is not None and least_seconds(candidate) >= fastest.seconds * (1 - GOOD_ENOUGH):
+            continue
         planned = plan(candidate)
         if planned is not None and (fastest is None or planned.seconds < fastest.seconds):
             fastest = planned
     return fastest
+
+
+def _key(candidate: Candidate) -> tuple[int, Division, float, int]:
+    """Return what tells a candidate from the others of a search."""
+    placing = id(candidate.placing)
+    return placing, candidate.division, candidate.tolerance, candidate.nano_batches
 
 
 class _Search:
@@ -209,6 +220,7 @@ class _Search:
         self._seconds = seconds_of(lengths, costs, trees)
         # Seconds that every rank computes if all ranks finish together.
         self._even_share = float(self._seconds.sum() / self._speeds.sum())
+        self._steps: dict[tuple[int, Division, float, int], Walked] = {}  # that were predicted
 
     # 1. Placings of documents in groups of ranks.
 
@@ -323,8 +335,9 @@ class _Search:
             # With too many moves a plan takes long, so only the most even placing is tried.
             is_tried = placing is most_even or not self._has_too_many_moves(placing)
             if max(placing.sizes) > 1 and is_tried:
-                options += [("over few", tolerance, fewest) for tolerance in tolerances]
+                # Two nano-batches come first: they tell how little one of them could gain.
                 options.append(("over few", finest, most))
+                options += [("over few", tolerance, fewest) for tolerance in tolerances]
             bound = self._bound(placing)
             listed += [
                 Candidate(placing, bound, division, tolerance, count)
@@ -371,7 +384,28 @@ class _Search:
         nano_batches = self._nano_batches(candidate)
         if nano_batches is None:
             return None
-        return PlannedCandidate(candidate, nano_batches, *self._predicted(nano_batches))
+        planned = PlannedCandidate(candidate, nano_batches, *self._predicted(nano_batches))
+        self._steps[_key(candidate)] = planned.step
+        return planned
+
+    def least_seconds(self, candidate: Candidate) -> float:
+        """Return the seconds that a candidate takes at least, by similar plans that were made.
+
+        One nano-batch hides less than two, and saves calls alone. A coarser tolerance can save
+        waits alone: what it tolerates counts as longer computation.
+        """
+        finest = self._settings.tolerances[0]
+        least = candidate.bound
+        two = self._steps.get(_key(replace(candidate, tolerance=finest, nano_batches=2)))
+        if two is not None and candidate.nano_batches == 1 and candidate.tolerance == finest:
+            least = max(least, two.seconds - self._seconds_of_calls(2))
+        if candidate.tolerance > finest:
+            finer = self._steps.get(_key(replace(candidate, tolerance=finest))) or two
+            if finer is not None:
+                computed = float((finer.attention + finer.other).max())
+                longer = (candidate.tolerance - finest) * float(finer.attention.mean())
+                least = max(least, computed + longer)
+        return least
 
     def _predicted(
         self, nano_batches: Sequence[NanoBatch]

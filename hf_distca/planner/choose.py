@@ -61,6 +61,9 @@ from hf_distca.predict.walk import Walked, in_stages, predict_step
 GOOD_ENOUGH = 0.01
 """A plan that saves less than this share of a step is not looked for: predictions are wrong by more
 than that."""
+FEW_WAITS = 0.1
+"""Share of a step up to which waits of two nano-batches are few. Slower links make two of them
+worse than one, which may move fewer rows."""
 MOST_MOVES = 4096
 """Most moves of K/V rows, from a segment to a rank, over the root of the number of ranks, for which
 documents are divided over all ranks of several nodes. Planning more moves takes longer than all
@@ -190,6 +193,11 @@ def _key(candidate: Candidate) -> tuple[int, Division, float, int]:
     """Return what tells a candidate from the others of a search."""
     placing = id(candidate.placing)
     return placing, candidate.division, candidate.tolerance, candidate.nano_batches
+
+
+def _computed(step: Walked) -> float:
+    """Return the seconds that the slowest rank computes."""
+    return float((step.attention + step.other).max())
 
 
 class _Search:
@@ -391,20 +399,25 @@ class _Search:
     def least_seconds(self, candidate: Candidate) -> float:
         """Return the seconds that a candidate takes at least, by similar plans that were made.
 
-        One nano-batch hides less than two, and saves calls alone. A coarser tolerance can save
-        waits alone: what it tolerates counts as longer computation.
+        Where two nano-batches hardly wait, one of them saves calls alone. A coarser tolerance can
+        save waits alone: what it tolerates counts as longer computation.
         """
         finest = self._settings.tolerances[0]
         least = candidate.bound
         two = self._steps.get(_key(replace(candidate, tolerance=finest, nano_batches=2)))
-        if two is not None and candidate.nano_batches == 1 and candidate.tolerance == finest:
+        hides = two is not None and two.seconds <= _computed(two) * (1 + FEW_WAITS)
+        if (
+            two is not None
+            and hides
+            and candidate.nano_batches == 1
+            and candidate.tolerance == finest
+        ):
             least = max(least, two.seconds - self._seconds_of_calls(2))
         if candidate.tolerance > finest:
             finer = self._steps.get(_key(replace(candidate, tolerance=finest))) or two
             if finer is not None:
-                computed = float((finer.attention + finer.other).max())
                 longer = (candidate.tolerance - finest) * float(finer.attention.mean())
-                least = max(least, computed + longer)
+                least = max(least, _computed(finer) + longer)
         return least
 
     def _predicted(

@@ -1,8 +1,8 @@
 """What pods cost: predicted steps with pods over one plan of all ranks, an 8B model on H100.
 
 Nodes of 8, 32768 tokens on each rank, and the documents of `plan_time.py`. A ratio is the predicted
-step of the slowest pod over the step of one plan of all ranks, for the same micro-batch. Below 1 the
-pods are faster: they exchange less.
+step of the slowest pod over the step of one plan of all ranks, for the same micro-batch. Below 1
+the pods are faster: they exchange less.
 
 Run: PYTHONPATH=. python benchmarks/pods.py [--batches 4] [--ranks 128 256 512]
 """

@@ -93,7 +93,7 @@ def _dealt(array: IntArray, settings: PlanSettings, trees: PrefixTrees | None) -
     """Return the pods, and the documents or trees that are dealt to each."""
     if len(settings.block_sizes) == 1 or settings.costs is None:
         return Placing.of_all(np.zeros(len(array)), np.ones(settings.ranks))
-    check_capacity(array, settings.ranks, settings.tokens_per_rank)
+    check_capacity(array, settings.ranks, settings.rows_per_rank)
     return deal(array, seconds_of(array, settings.costs, trees), settings)
 
 

@@ -105,7 +105,7 @@ class _Table:
         sizes = np.array(settings.block_sizes)
         self._sizes = sizes
         self._speeds = np.add.reduceat(speeds, np.cumsum(sizes) - sizes)  # [blocks]
-        self._capacity = sizes * settings.tokens_per_rank
+        self._capacity = sizes * settings.rows_per_rank
         self._room: FloatArray  # [blocks] rows
         self._work: FloatArray  # [blocks] seconds of each rank
         self._limit = float(seconds.sum() / speeds.sum()) * (1 + UNEVEN)

@@ -135,7 +135,7 @@ def check_pods(lengths, plans, of_plans, branches=None):
     starts = np.zeros_like(lengths) if branches is None else branches.starts
     rows = []
     for plan in plans:
-        assert (plan.tokens <= of_plans.tokens_per_rank).all()
+        assert (plan.tokens <= of_plans.rows_per_rank).all()
         for nano in plan.nano_batches:
             for kind_plan in nano.plans.values():
                 check_plan(kind_plan)
@@ -212,7 +212,7 @@ def test_thousands_of_ranks_plan_pods_of_their_own():
     # 1. The pods: each document in one of them, within its capacity, and about equal work.
     assert sorted(np.concatenate(placing.documents)) == list(range(len(lengths)))
     tokens = np.array([lengths[documents].sum() for documents in placing.documents])
-    assert (tokens <= np.array(placing.sizes) * THOUSANDS.tokens_per_rank).all()
+    assert (tokens <= np.array(placing.sizes) * THOUSANDS.rows_per_rank).all()
     mean = (placing.seconds @ placing.sizes) / 4096
     assert placing.slowest <= mean * (1 + UNEVEN)
     assert placing.sizes[0] > 64
@@ -230,5 +230,5 @@ def test_thousands_of_ranks_plan_pods_of_their_own():
         for kind, plan in one.plans.items():
             assert (plan.tasks == other.plans[kind].tasks).all()
             assert plan.stage_rows == other.plans[kind].stage_rows
-    assert (first.tokens <= THOUSANDS.tokens_per_rank).all()
+    assert (first.tokens <= THOUSANDS.rows_per_rank).all()
     assert first.choice.attention == last.choice.attention

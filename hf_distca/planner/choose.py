@@ -22,7 +22,7 @@ number of nano-batches. Every rank finds the same plan, since predictions depend
 settings alone.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from math import inf, sqrt
@@ -64,6 +64,9 @@ than that."""
 FEW_WAITS = 0.1
 """Share of a step up to which waits of two nano-batches are few. Slower links make two of them
 worse than one, which may move fewer rows."""
+SAVED_BY_ONE = 0.02
+"""Share of a step that one nano-batch saves at most where two of them have few waits: kernel calls,
+and cuts of documents."""
 MOST_MOVES = 4096
 """Most moves of K/V rows, from a segment to a rank, over the root of the number of ranks, for which
 documents are divided over all ranks of several nodes. Planning more moves takes longer than all
@@ -232,10 +235,14 @@ class _Search:
 
     # 1. Placings of documents in groups of ranks.
 
-    def _placings(self) -> list[Placing]:
-        """Return the placings of all documents, in groups of growing size."""
+    def _placings(self) -> Iterator[Placing]:
+        """Yield the placings of all documents, in groups of growing size."""
+        yield from self._whole_placings()
         sizes_of_groups = partitions(self._node_sizes)
+        inside_nodes = [sizes for sizes in sizes_of_groups if max(sizes) <= max(self._node_sizes)]
+        yield from self._placed_in(inside_nodes)
         # As few nodes as documents need are joined too.
+        sizes_of_groups = sizes_of_groups[len(inside_nodes) :]
         if len(self._node_sizes) > 2:
             joined_sizes = joined_nodes(
                 self._lengths,
@@ -244,15 +251,17 @@ class _Search:
                 self._settings.rows_per_rank,
                 self._speeds,
             )
-            if joined_sizes is not None and joined_sizes not in sizes_of_groups:
+            known = (*inside_nodes, *sizes_of_groups)
+            if joined_sizes is not None and joined_sizes not in known:
                 sizes_of_groups.append(joined_sizes)
-        placings = self._whole_placings()
-        for sizes in sorted(sizes_of_groups, key=max):
-            if max(sizes) > 1:  # single ranks are placed already
-                placing = self._placed(sizes)
-                if placing is not None:
-                    placings.append(placing)
-        return placings
+        yield from self._placed_in(sorted(sizes_of_groups, key=max))
+
+    def _placed_in(self, sizes_of_groups: Iterable[tuple[int, ...]]) -> Iterator[Placing]:
+        """Yield the placings of documents in groups of several ranks in which they fit."""
+        for sizes in sizes_of_groups:
+            placing = self._placed(sizes) if max(sizes) > 1 else None
+            if placing is not None:
+                yield placing
 
     def _placed(self, sizes: tuple[int, ...], fill_to: float = 0.0) -> Placing | None:
         """Return the placing of documents in groups; None if they do not fit."""
@@ -308,6 +317,8 @@ class _Search:
         """Return placings that compute more evenly than all placings in smaller groups."""
         even = []
         lowest = inf
+        # No larger groups compute more evenly than all ranks together.
+        least = self._even_share + self._seconds_of_calls(2)
         for placing in self._placings():
             bound = self._bound(placing)
             if bound >= lowest * (1 - GOOD_ENOUGH):
@@ -317,6 +328,8 @@ class _Search:
             # have too many moves to be divided over all ranks of their groups.
             if not placing.unplaced and not self._has_too_many_moves(placing):
                 lowest = bound
+                if least >= lowest * (1 - GOOD_ENOUGH):
+                    break
         return even
 
     # 2. Candidates.
@@ -399,8 +412,8 @@ class _Search:
     def least_seconds(self, candidate: Candidate) -> float:
         """Return the seconds that a candidate takes at least, by similar plans that were made.
 
-        Where two nano-batches hardly wait, one of them saves calls alone. A coarser tolerance can
-        save waits alone: what it tolerates counts as longer computation.
+        Where two nano-batches hardly wait, one of them saves little. A coarser tolerance can save
+        waits alone: what it tolerates counts as longer computation.
         """
         finest = self._settings.tolerances[0]
         least = candidate.bound
@@ -412,7 +425,7 @@ class _Search:
             and candidate.nano_batches == 1
             and candidate.tolerance == finest
         ):
-            least = max(least, two.seconds - self._seconds_of_calls(2))
+            least = max(least, two.seconds * (1 - SAVED_BY_ONE))
         if candidate.tolerance > finest:
             finer = self._steps.get(_key(replace(candidate, tolerance=finest))) or two
             if finer is not None:

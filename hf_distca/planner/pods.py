@@ -136,8 +136,8 @@ class _Table:
         for document in order[counts[order] > 1].tolist():
             count = int(counts[document])
             first = -(-(pods[-1].stop if pods else 0) // count) * count
-            if first < blocks:
-                pods.append(range(first, min(first + count, blocks)))
+            if first + count <= blocks:
+                pods.append(range(first, first + count))
                 self._put(document, pods[-1])
                 continue
             rows = int(self._lengths[document])

@@ -11,6 +11,9 @@ from hypothesis import strategies as st
 from hf_distca.plan import AttentionKind, Branches
 from hf_distca.planner.micro_batch import plan_micro_batch, plan_pod, plan_pods
 from hf_distca.planner.pods import UNEVEN, deal, pods_around
+from hf_distca.planner.prefix_trees import PrefixTrees
+from hf_distca.planner.prefixes import SequencePaths
+from hf_distca.planner.sequences import on_rank, plan_sequences
 from hf_distca.planner.settings import PlanSettings
 from hf_distca.predict.seconds import KernelCost, KindCosts, LinkCost, Links, StepCosts
 from hf_distca.predict.walk import document_seconds
@@ -39,6 +42,11 @@ THOUSANDS = PlanSettings(
         before_attention=1e-6,
     ),
 )
+
+
+TREE_LENGTHS = np.array([8, 12, 10, 11, 7, 6])
+TREES = Branches(np.array([-1, 0, 0, -1, -1, 4]), np.array([0, 8, 6, 0, 0, 3]))
+"""Trees of 16, 11 and 10 rows."""
 
 
 def settings_of(ranks, tokens, pod_ranks=1, slowness=(), **others):
@@ -177,12 +185,10 @@ def test_every_row_lies_in_one_pod(lengths, launch, more):
 
 
 def test_a_prefix_tree_lies_in_one_pod():
-    lengths = np.array([8, 12, 10, 11, 7, 6])
-    branches = Branches(np.array([-1, 0, 0, -1, -1, 4]), np.array([0, 8, 6, 0, 0, 3]))
     of_plans = settings_of(4, 12, 2, balance_block_size=2)
-    plans = plan_pods(lengths.tolist(), of_plans, branches)
+    plans = plan_pods(TREE_LENGTHS.tolist(), of_plans, TREES)
     assert len(plans) == 2
-    check_pods(lengths, plans, of_plans, branches)
+    check_pods(TREE_LENGTHS, plans, of_plans, TREES)
     pod_of_document = {
         int(document): number
         for number, plan in enumerate(plans)
@@ -191,6 +197,28 @@ def test_a_prefix_tree_lies_in_one_pod():
     }
     assert pod_of_document[0] == pod_of_document[1] == pod_of_document[2]
     assert pod_of_document[4] == pod_of_document[5]
+
+
+def test_a_rank_knows_the_rows_of_its_pod():
+    trees = PrefixTrees.of(TREE_LENGTHS, TREES)
+    # Four sequences end in the documents 1, 2, 3 and 5.
+    ends = np.array([1, 2, 3, 5])
+    paths = SequencePaths(trees, np.array([0, 0, 1, 2, 3, 3]), ends)
+    lengths = TREE_LENGTHS[ends]
+    of_plans = settings_of(4, 12, 2, balance_block_size=2)
+    rows, tokens = 0, []
+    for rank in range(4):
+        planned = plan_sequences(paths, lengths, of_plans, rank=rank)
+        assert planned.plans[0].document_tokens == lengths.sum()
+        own = on_rank(planned.rank_rows, rank)
+        rows += int((own["stop"] - own["start"]).sum())
+        for entry in on_rank(planned.sequence_tokens, rank).tolist():
+            _, _, sequence, start, stop, _ = entry
+            tokens += [(sequence, token) for token in range(start, stop)]
+    assert rows == trees.rows
+    assert sorted(tokens) == [
+        (sequence, token) for sequence, length in enumerate(lengths) for token in range(length)
+    ]
 
 
 def test_few_ranks_are_one_pod():

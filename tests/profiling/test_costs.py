@@ -198,6 +198,18 @@ def corrected(
     return known.after(costs, expected, seen)
 
 
+def test_a_rank_expects_the_seconds_of_its_pod():
+    plan = plan_micro_batch([4, 2], SETTINGS)
+    costs = replace(COSTS, slowness=(1.0, 1.0, 2.0, 3.0))
+    expected = [
+        expected_seconds([replace(plan, first_rank=2)], rank, costs, (0, 0, 0, 0), 4)
+        for rank in (2, 3)
+    ]
+    # Of 13 pairs the ranks compute 7 and 6, the third and the fourth rank of all.
+    kernel = [slowness * LAYERS * 3.0 * count for slowness, count in ((2.0, 7), (3.0, 6))]
+    assert expected == [(kernel[0], BETWEEN), (kernel[1], (LAYERS - 1) * (4.0 * 2 + 1))]
+
+
 def test_costs_that_are_off_are_scaled_by_the_median_of_the_steps():
     assert corrected([(1.05, 0.95), (0.97, 1.0)]) is NONE  # about right
     off = [(2.0, 0.5), (2.0, 0.5)]

@@ -18,6 +18,7 @@ from hf_distca.trainer.metrics import (
     StepMeter,
     attention_as_chosen,
     attention_as_shared,
+    of_all_pods,
 )
 from tests.models_and_batches import SMALL_KIND, small_model
 from tests.trainer.small_trainers import LENGTHS, make_trainer
@@ -117,11 +118,14 @@ def figures_of(clock):
             padded: the shape of padded batches.
             shared: rows of each padded batch that are shared.
         """
-        others = [] if other_rank is None else [other_rank]
+
+        def of_ranks(own: Any) -> list[Any]:
+            return [own] if other_rank is None else [own, (*other_rank, *own[3:])]
+
         dispatcher = SimpleNamespace(
             settings=SimpleNamespace(nodes=nodes),
             recorder=SimpleNamespace(seconds=clock.seconds),
-            groups=SimpleNamespace(all_gather=lambda value: [value, *others], ranks=2),
+            groups=SimpleNamespace(all_gather=of_ranks, rank=0, ranks=2),
             device=torch.device("cpu"),
             remote=None,
         )
@@ -157,6 +161,7 @@ def bound_plan(exchange: list[int], choice: PlanChoice | None, shared: int) -> A
         shared_rows=shared,
         summary=PlanSummary(1.5, 1.0, ExchangeFigures(*exchange)),
         choice=choice,
+        first_rank=0,
         nano_batches=(),
     )
     return SimpleNamespace(plan=plan, ran=SimpleNamespace(layers_in_turns=1, layers=2), stages=1)
@@ -267,6 +272,19 @@ def test_predicted_attention_time():
     assert [attention_as_chosen(chosen, rank) for rank in range(2)] == [6.0, 7.0]
     # The ranks of a plan are those of a pod.
     assert attention_as_chosen([replace(plan, first_rank=2) for plan in chosen], 3) == 7.0
+
+
+def test_figures_of_pods_are_those_of_the_slowest_and_shares_are_means():
+    of_ranks = [
+        {"imbalance_degree": 1.5, "plans_without_exchange": 0.0, "exchange_bytes": 8.0},
+        {"imbalance_degree": 1.25, "plans_without_exchange": 0.5, "exchange_bytes": 9.0},
+    ]
+    assert of_all_pods(of_ranks) == {
+        "imbalance_degree": 1.5,
+        "plans_without_exchange": 0.25,
+        "exchange_bytes": 9.0,
+    }
+    assert of_all_pods(of_ranks[:1] * 3) == of_ranks[0]
 
 
 def test_what_the_planner_chose_or_few_steps_had_is_no_problem(caplog):

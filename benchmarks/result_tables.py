@@ -499,6 +499,19 @@ def plan_memory() -> Rows:
         yield CORPORA.get(kind, kind), *megabytes
 
 
+@table_of("typical_data", "typical_data_4096")
+def thousands_of_ranks() -> Rows:
+    """Predicted gains over the best other strategy on 64 and on 4,096 GPUs."""
+    few = {
+        row["documents"]: row for row in result("typical_data")["settings"] if row["ranks"] == 64
+    }
+    many = {row["documents"]: row for row in result("typical_data_4096")["settings"]}
+    yield "documents", "64 GPUs", "4,096 GPUs", "best other on 4,096"
+    for kind, row in many.items():
+        gains = (few[kind]["over_best_other"], row["over_best_other"])
+        yield kind, *(f"{gain:.2f}" for gain in gains), row["best_other"]
+
+
 @table_of("pods")
 def pods() -> Rows:
     """Predicted steps of pods over those of one plan of all ranks."""

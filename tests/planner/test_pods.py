@@ -125,6 +125,8 @@ def test_a_document_beyond_a_block_gets_a_larger_pod():
         assert sizes[0] > 1
         assert 0 in documents[0]
     assert dealt([25, 1, 1, 1], settings_of(4, 8))[0] == (4,)
+    # Two documents need two of three blocks each.
+    assert dealt([9, 9, 1, 1, 1, 1, 1, 1], settings_of(6, 4, 2))[0] == (6,)
 
 
 def test_pods_with_room_together_are_joined_for_a_document():

@@ -26,7 +26,6 @@ Run: PYTHONPATH=. python benchmarks/typical_data.py [--batches 64] [--ranks 8 64
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from itertools import islice
 from typing import Any
 
@@ -67,8 +66,7 @@ def simulated(draw: Draw, ranks: int, count: int) -> tuple[Steps, list[str]]:
     run = simulated_run(LLAMA_8B, ranks, TOKENS_PER_RANK, RANKS_PER_NODE)
     ways = [way for way in all_strategies(run) if way.document_layout is None or way.name == CHOSEN]
     runs = [way.name for way in ways if way.in_transformers]
-    tokens = replace(run.plans, costs=run.costs).micro_batch_tokens
-    batches = list(islice(micro_batches(draw, tokens, seed=0), count))
+    batches = list(islice(micro_batches(draw, run.plans.micro_batch_tokens, seed=0), count))
     busiest = {BUSIEST: [busiest_packed(lengths, run) for lengths in batches]}
     return busiest | {way.name: [way.step(lengths)[0] for lengths in batches] for way in ways}, runs
 

@@ -38,6 +38,7 @@ from hf_distca.cli.options import (
 )
 from hf_distca.config import DistCAConfig
 from hf_distca.planner.padding import PlannedPadding, plan_padded
+from hf_distca.planner.settings import PlanSettings
 from hf_distca.pool.simulation import with_servers
 from hf_distca.predict.device_profile import DeviceProfile
 from hf_distca.predict.shapes import MODELS, ModelShape
@@ -130,7 +131,8 @@ def run(options: argparse.Namespace) -> None:
         layout = config.document_layout
         if shape is not None:
             _check_heads(shape, options.tensor_parallel)
-        drawn = drawn_micro_batches(options, options.ranks * config.tokens_per_rank)
+        plans = PlanSettings(**config.plan_settings(options.ranks))
+        drawn = drawn_micro_batches(options, plans.micro_batch_tokens)
         if shape is None:
             shape, layout = _shape_and_layout(options.model, config)
             _check_heads(shape, options.tensor_parallel)

@@ -112,7 +112,7 @@ class PlanSettings:
     @property
     def micro_batch_tokens(self) -> int:
         """Maximum number of tokens of a micro-batch that is drawn; the rest is room in pods."""
-        if self.costs is None or len(self.block_sizes) == 1:
+        if len(self.block_sizes) == 1:
             return self.capacity
         return self.capacity - self.capacity // ROOM_OF_PODS
 

@@ -116,7 +116,10 @@ class Groups:
         for ranks in pods[:-1]:
             members = self.members[ranks.start : ranks.stop]
             lists = self._distinct_in_world(members)
-            self.pods[len(ranks)] = self._connected(lists, len(ranks), "distca pod")
+            group = self._connected(lists, len(ranks), "distca pod")
+            if (earlier := self.pods.get(len(ranks))) is not None:  # of the same ranks
+                dist.destroy_process_group(earlier)
+            self.pods[len(ranks)] = group
 
     def connect_nodes(self, nodes: Sequence[int] | None) -> None:
         """Connect the ranks of each node by a group of their own. A collective of the world.

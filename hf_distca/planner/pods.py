@@ -29,7 +29,10 @@ CHEAPEST = 0.3
 
 
 def pods_around(settings: PlanSettings, rank: int) -> list[range]:
-    """Return the ranks of each pod that a rank may be in, the smallest pod first."""
+    """Return the ranks of each pod that a rank may be in, the smallest pod first.
+
+    There are as many for every rank. The last ranks may have the same pod twice.
+    """
     stops = np.cumsum((0, *settings.block_sizes))
     blocks = len(stops) - 1
     block = int(np.searchsorted(stops, rank, side="right")) - 1
@@ -37,7 +40,7 @@ def pods_around(settings: PlanSettings, rank: int) -> list[range]:
     for count in _block_counts(blocks):
         first = block // count * count
         pods.append(range(int(stops[first]), int(stops[min(first + count, blocks)])))
-    return list(dict.fromkeys(pods))
+    return pods
 
 
 def _block_counts(blocks: int) -> list[int]:

@@ -78,7 +78,7 @@ def test_blocks_are_whole_nodes_and_about_alike():
 def test_larger_pods_are_neighbouring_blocks_in_pairs():
     of_plans = settings_of(6, 8, pod_ranks=1)
     assert pods_around(of_plans, 1) == [range(1, 2), range(2), range(4), range(6)]
-    assert pods_around(of_plans, 5) == [range(5, 6), range(4, 6), range(6)]
+    assert pods_around(of_plans, 5) == [range(5, 6), range(4, 6), range(4, 6), range(6)]
     assert pods_around(settings_of(3, 8, pod_ranks=2), 2) == [range(3)]
 
 

@@ -26,6 +26,7 @@ from transformers import (
     MistralConfig,
     PreTrainedModel,
     Qwen3MoeConfig,
+    Qwen3NextConfig,
 )
 from transformers.utils.logging import info_once
 
@@ -54,6 +55,7 @@ from tests.models_and_batches import (
 from tests.models_and_batches import small_model as small_model_of
 from tests.patches.test_rotary import LONGROPE
 from tests.ranks import RankPool
+from tests.survey.tiny import tiny_config
 
 CONFIGS: dict[str, Callable[[], Any]] = {
     "llama": lambda: LlamaConfig(**SMALL),
@@ -79,6 +81,10 @@ CONFIGS: dict[str, Callable[[], Any]] = {
         resid_pdrop=0.0,
         embd_pdrop=0.0,
     ),
+}
+HYBRIDS: dict[str, Callable[[], Any]] = {
+    "gated delta rule": lambda: Qwen3NextConfig(**SMALL, **SMALL_HYBRID),
+    "short convolution and windows": lambda: tiny_config("lfm3"),
 }
 LENGTHS: dict[str, list[list[int]]] = {
     "uneven": [[3, 20, 1], [31, 5], [2]],
@@ -108,7 +114,9 @@ def padded_batch(lengths: Sequence[int], side: str, rank: int) -> dict[str, Tens
 
 def small_model(name: str, attention: str, loader: Any = AutoModelForCausalLM) -> PreTrainedModel:
     torch.manual_seed(5)
-    model: PreTrainedModel = loader.from_config(CONFIGS[name](), attn_implementation=attention)
+    model: PreTrainedModel = loader.from_config(
+        {**CONFIGS, **HYBRIDS}[name](), attn_implementation=attention
+    )
     return model
 
 
@@ -546,7 +554,7 @@ WITH_LORA = ("llama", "windows", "chunks", "sinks")
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", [*CONFIGS, *HYBRIDS])
 def test_equal_prefixes_are_computed_once(rank_pools, name, ranks, subtests):
     for block, settings, options in (
         (5, {}, {"checkpointing": True}),
@@ -603,7 +611,12 @@ def test_prefixes_are_not_shared_if_not_wanted(rank_pools):
         ("gpt2", {"resid_pdrop": 0.2}, "the dropout transformer.drop draws"),
         ("opt", {"dropout": 0.1, "word_embed_proj_dim": 32}, "dropout=0.1 draws"),
         ("mixtral", {"router_jitter_noise": 0.01}, "router_jitter_noise=0.01 draws"),
-        ("qwen3_next", SMALL_HYBRID, "some layers mix rows"),
+        ("qwen3_next", SMALL_HYBRID, None),
+        (
+            "jamba",
+            {"attn_layer_period": 2, "attn_layer_offset": 1},
+            "documents of JambaMambaMixer stay whole",
+        ),
         ("llama", {"rope_parameters": LONGROPE}, "rotary embeddings depend on the length"),
     ],
 )

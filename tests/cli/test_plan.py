@@ -450,7 +450,7 @@ def test_memory_follows_the_settings_that_are_given(command, figures, tmp_path, 
 @pytest.mark.parametrize("model_type", ["llama4_text", "qwen3_next"])
 def test_memory_of_hybrids_and_experts_is_counted(command, figures, tmp_path, model_type):
     tiny_config(model_type).save_pretrained(tmp_path)
-    options = ["--model", str(tmp_path), *FLOAT32, "--device-memory", "0.01", "--strategy", "fsdp2"]
+    options = ["--model", str(tmp_path), *FLOAT32, "--device-memory", "0.01"]
     planned = figures(*command([150, 30], 2, 96, *options))
     assert planned["tokens_max_over_mean"] == 1.0
     assert planned["memory"]

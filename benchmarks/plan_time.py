@@ -2,13 +2,16 @@
 
 An 8B model, nodes of 8 H100, at most 32768 tokens on each rank; lengths are the same every time.
 Without --choices the settings decide the plans. With --choices the planner chooses them by
-predicted seconds, as in training. What they achieve is for `planner.py` and `chosen.py` to say.
+predicted seconds, as in training: documents are dealt to pods, and rank 0 plans its own pod, which
+is the one with the longest document if pods differ in size. --memory also reports the most memory
+that a plan takes. What plans achieve is for `planner.py`, `chosen.py` and `pods.py` to say.
 
-Run: python benchmarks/plan_time.py [--rounds 12] [--ranks 8 64 256] [--choices]
+Run: python benchmarks/plan_time.py [--rounds 12] [--ranks 8 64 256] [--choices] [--memory]
      python benchmarks/plan_time.py --against OTHER_CHECKOUT      two checkouts in turns
 """
 
 import time
+import tracemalloc
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -18,7 +21,7 @@ import numpy as np
 from harness import Round, report, rounds_parser, take_rounds
 from harness.simulated import simulated_run
 
-from hf_distca.planner.micro_batch import plan_micro_batch
+from hf_distca.planner.micro_batch import plan_pod
 from hf_distca.predict.shapes import LLAMA_8B
 from hf_distca.sim.lengths import corpora, cut_at, lognormal, micro_batches, of_documents
 
@@ -39,10 +42,23 @@ def plans(ranks: int, choices: bool) -> dict[str, list[Callable[[], object]]]:
         settings = replace(settings, costs=None)
     found = {}
     for name, draw in KINDS.items():
-        batches = islice(micro_batches(draw, ranks * TOKENS, seed=1), BATCHES)
-        planning = [partial(plan_micro_batch, lengths.tolist(), settings) for lengths in batches]
+        batches = islice(micro_batches(draw, settings.micro_batch_tokens, seed=1), BATCHES)
+        planning = [partial(plan_pod, lengths, settings, rank=0) for lengths in batches]
         found[f"{'chosen' if choices else 'as set'}, {ranks} ranks, {name}, ms"] = planning
     return found
+
+
+def most_memory(calls: list[Callable[[], object]]) -> float:
+    """Return the most MB that one of the calls takes beside what there was before."""
+    tracemalloc.start()
+    peaks = []
+    for call in calls:
+        tracemalloc.reset_peak()
+        before = tracemalloc.get_traced_memory()[0]
+        call()
+        peaks.append(tracemalloc.get_traced_memory()[1] - before)
+    tracemalloc.stop()
+    return max(peaks) / 1e6
 
 
 def main() -> None:
@@ -51,6 +67,7 @@ def main() -> None:
         "--ranks", type=int, nargs="+", default=[8, 64, 256], help="how many (default: 8 64 256)"
     )
     parser.add_argument("--choices", action="store_true", help="plans chosen by seconds")
+    parser.add_argument("--memory", action="store_true", help="the most memory of a plan, too")
     options = parser.parse_args()
     planning = {
         name: each
@@ -68,7 +85,11 @@ def main() -> None:
         return figures
 
     take()  # warms up
-    report(take_rounds(options, take), {})
+    memory = {
+        name.removesuffix(", ms"): round(most_memory(calls), 1)
+        for name, calls in (planning.items() if options.memory else ())
+    }
+    report(take_rounds(options, take), {}, memory_mb=memory)
 
 
 if __name__ == "__main__":

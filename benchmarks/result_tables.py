@@ -522,6 +522,42 @@ def plan_time() -> Rows:
         yield CORPORA.get(kind, kind), *medians
 
 
+@table_of("plan_time")
+def plan_memory() -> Rows:
+    found = result("plan_time")["memory_mb"]
+    keys = [re.fullmatch(r"chosen, (\d+) ranks, (.*)", key) for key in found]
+    ranks = list(dict.fromkeys(key[1] for key in keys if key))
+    yield "documents", *(f"{count} ranks, MB" for count in ranks)
+    for kind in dict.fromkeys(key[2] for key in keys if key):
+        megabytes = (f"{found[f'chosen, {count} ranks, {kind}']:.0f}" for count in ranks)
+        yield CORPORA.get(kind, kind), *megabytes
+
+
+@table_of("typical_data", "typical_data_4096")
+def thousands_of_ranks() -> Rows:
+    """Predicted gains over the best other strategy on 64 and on 4,096 GPUs."""
+    few = {
+        row["documents"]: row for row in result("typical_data")["settings"] if row["ranks"] == 64
+    }
+    many = {row["documents"]: row for row in result("typical_data_4096")["settings"]}
+    yield "documents", "64 GPUs", "4,096 GPUs", "best other on 4,096"
+    for kind, row in many.items():
+        gains = (few[kind]["over_best_other"], row["over_best_other"])
+        yield kind, *(f"{gain:.2f}" for gain in gains), row["best_other"]
+
+
+@table_of("pods")
+def pods() -> Rows:
+    """Predicted steps of pods over those of one plan of all ranks."""
+    found = result("pods")["pods"]
+    ranks = list(dict.fromkeys(row["ranks"] for row in found))
+    yield "documents", *(f"{count} ranks, median / worst" for count in ranks)
+    for kind in dict.fromkeys(row["documents"] for row in found):
+        of_kind = [row for row in found if row["documents"] == kind]
+        ratios = (f"{row['median']:.3f} / {row['worst']:.3f}" for row in of_kind)
+        yield CORPORA.get(kind, kind), *ratios
+
+
 @table_of("prefix_plans")
 def prefix_plans() -> Rows:
     found = result("prefix_plans")

@@ -21,7 +21,7 @@ attention of a rank in the planned step:
   t  tokens of that rank over the mean: 1 where documents fill all rows alike
   w  what a plan leaves: waits for rows, and the imbalance that is cheaper than moving more of them
 
-Run: PYTHONPATH=. python benchmarks/typical_data.py [--batches 64]
+Run: PYTHONPATH=. python benchmarks/typical_data.py [--batches 64] [--ranks 8 64]
 """
 
 from collections import Counter
@@ -66,7 +66,7 @@ def simulated(draw: Draw, ranks: int, count: int) -> tuple[Steps, list[str]]:
     run = simulated_run(LLAMA_8B, ranks, TOKENS_PER_RANK, RANKS_PER_NODE)
     ways = [way for way in all_strategies(run) if way.document_layout is None or way.name == CHOSEN]
     runs = [way.name for way in ways if way.in_transformers]
-    batches = list(islice(micro_batches(draw, ranks * TOKENS_PER_RANK, seed=0), count))
+    batches = list(islice(micro_batches(draw, run.plans.micro_batch_tokens, seed=0), count))
     busiest = {BUSIEST: [busiest_packed(lengths, run) for lengths in batches]}
     return busiest | {way.name: [way.step(lengths)[0] for lengths in batches] for way in ways}, runs
 
@@ -155,13 +155,14 @@ def comparison(steps: Steps, in_transformers: Sequence[str]) -> dict[str, Any]:
 
 
 def main() -> None:
-    count = (
-        options_parser(__doc__, batches=(64, "micro-batches of each setting")).parse_args().batches
-    )
+    parser = options_parser(__doc__, batches=(64, "micro-batches of each setting"))
+    parser.add_argument("--ranks", type=int, nargs="+", default=RANKS, help="GPUs (default: 8 64)")
+    options = parser.parse_args()
+    count = options.batches
     found = [
         {"documents": name, "ranks": ranks, **comparison(*simulated(draw, ranks, count))}
         for name, draw in data()
-        for ranks in RANKS
+        for ranks in options.ranks
     ]
     print_rows(found)
     print_json(batches=count, settings=found)

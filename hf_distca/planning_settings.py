@@ -59,6 +59,14 @@ class Planning:
         "every micro-batch.",
     )
 
+    pod_ranks: int = setting(
+        64,
+        "Least ranks that plan together where the planner chooses plans. Twice as many ranks or "
+        "more are divided into pods of whole nodes, and no core attention travels between pods. A "
+        "long document gets a larger pod. Smaller pods are planned faster, and larger ones compute "
+        "more evenly.",
+    )
+
     def __post_init__(self) -> None:
         unread = read_values(self)
         raise_first([*unread.values(), *unusable_values(self, Planning, ZERO, unread)])

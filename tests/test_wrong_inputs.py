@@ -898,7 +898,7 @@ SETTINGS: dict[str, tuple[Any, ...]] = {
     "…": (False, 128, "auto", [{"ping_pong": False}]),
     "planning begins with a brace but is no JSON (…): …": ("{'ping_pong': false}",),
     "planning has no member 'pingpong'; the members are balance_tolerance, balance_block_size, "
-    "exchange_buffer_bytes, ping_pong": ({"pingpong": True}, '{"pingpong": true}'),
+    "exchange_buffer_bytes, ping_pong, pod_ranks": ({"pingpong": True}, '{"pingpong": true}'),
     "planning member ping_pong must be true, false or 'auto', got …": (
         {"ping_pong": "sometimes"},
         {"ping_pong": 2},

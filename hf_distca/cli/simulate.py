@@ -41,6 +41,7 @@ from hf_distca.cli.options import (
 from hf_distca.config import DistCAConfig
 from hf_distca.plan.arrays import IntArray
 from hf_distca.planner.padding import PlannedPadding, plan_padded
+from hf_distca.planner.settings import PlanSettings
 from hf_distca.pool.simulation import with_servers
 from hf_distca.predict.device_profile import DeviceProfile
 from hf_distca.predict.shapes import MODELS, ModelShape
@@ -137,7 +138,7 @@ def run(options: argparse.Namespace) -> None:
         layout = config.document_layout
         if shape is not None:
             _check_heads(shape, options.tensor_parallel)
-        drawn = _drawn(options, options.ranks * config.tokens_per_rank)
+        drawn = _drawn(options, config)
         if shape is None:
             shape, layout = _shape_and_layout(options.model, config)
             _check_heads(shape, options.tensor_parallel)
@@ -241,8 +242,9 @@ class _Drawn(NamedTuple):
         return [self.seen.simulated(documents, run) for documents in self.documents]
 
 
-def _drawn(options: argparse.Namespace, tokens: int) -> _Drawn:
-    """Return micro-batches of at most `tokens` tokens, with images if the source has any."""
+def _drawn(options: argparse.Namespace, config: DistCAConfig) -> _Drawn:
+    """Return micro-batches as training draws them, with images if the source has any."""
+    tokens = PlanSettings(**config.plan_settings(options.ranks)).micro_batch_tokens
     seen = documents_with_images(options)
     if seen is not None:
         documents = list(islice(seen.drawn(tokens), options.batches))

@@ -68,8 +68,8 @@ class PlannedDocuments:
 class RankDocuments(Dataset[PlannedDocuments]):
     """Data set of a DataLoader whose `batch_sampler` is a GlobalBatchSampler.
 
-    Indexed by a GlobalMicroBatch, it plans the micro-batch, the same on every rank, and reads the
-    documents of which this rank holds rows.
+    Indexed by a GlobalMicroBatch, it plans the part of this rank's pod, the same on every rank of
+    the pod, and reads the documents of which this rank holds rows.
     """
 
     dataset: Any  # gives examples by index, as `token_document` expects them
@@ -106,7 +106,9 @@ class RankDocuments(Dataset[PlannedDocuments]):
         if micro_batch.costs is not None:
             settings = replace(settings, costs=micro_batch.costs)
         paths = self._paths(micro_batch) or SequencePaths.unshared(lengths)
-        sequences = plan_sequences(paths, lengths, settings)
+        # Images travel between all ranks, which then plan together.
+        rank = self.rank if self.images is None else None
+        sequences = plan_sequences(paths, lengths, settings, rank=rank)
         images = None
         if self.images is not None:
             images = self.images.of_documents(spans["document"])

@@ -27,7 +27,7 @@ def draws_for_whole_ranks(lengths: IntArray, settings: PlanSettings, seed: int) 
     longest = int(lengths.max(initial=0))
     if not may_choose_whole_ranks(settings) or not 0 < longest <= settings.rows_per_rank:
         return False
-    capacity = settings.capacity
+    capacity = settings.micro_batch_tokens
     # As many documents of a random order as fill so many micro-batches.
     shuffled = np.random.default_rng(seed).permutation(lengths)
     tokens_up_to = np.cumsum(shuffled)

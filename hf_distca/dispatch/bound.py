@@ -139,7 +139,10 @@ class BoundRoutes:
         schedules: the schedule of each direction.
     """
 
-    def __init__(self, plan: Plan, rank: int, turn: Turn, buffer: IndexBuffer) -> None:
+    def __init__(
+        self, plan: Plan, rank: int, turn: Turn, buffer: IndexBuffer, first_rank: int = 0
+    ) -> None:
+        self._first_rank = first_rank  # of the pod
         routes = make_routes(plan, rank)
         several_stages = len(routes.stages) > 1
 
@@ -287,7 +290,8 @@ class BoundRoutes:
         rows = np.zeros((2, self._ranks), np.int64)  # sent and received
         rows[0, peers] = route.received if transfer.back else route.sent
         rows[1, peers] = route.sent if transfer.back else route.received
-        return Rows(*map(tuple, rows.tolist()))
+        sent, received = map(tuple, rows.tolist())
+        return Rows(sent, received, self._first_rank)
 
 
 def _forwarding_peers(plan: Plan, rank: int, routes: Routes) -> IntArray | None:
@@ -364,6 +368,7 @@ class BoundNanoBatch:
         turn: Turn,
         local_kinds: Set[AttentionKind],
         buffer: IndexBuffer,
+        first_rank: int = 0,
     ) -> None:
         self.index = index
         self.rows = int(nano_batch.layout.tokens[rank])
@@ -377,7 +382,7 @@ class BoundNanoBatch:
                 lengths = plan.layout.of_rank(rank)["stop"].tolist()
                 self.local[kind] = BoundTasks.bind_documents(lengths, plan.window, buffer)
             else:
-                self.routes[kind] = BoundRoutes(plan, rank, turn, buffer)
+                self.routes[kind] = BoundRoutes(plan, rank, turn, buffer, first_rank)
         self._plans = nano_batch.plans
         self._rank = rank
         self._device = buffer.device
@@ -482,12 +487,13 @@ class BoundPlan:
         self.images: dict[str, BoundImages] = {}
         self.kept_results = KeptResults() if kept_results is None else kept_results
         nano_batches = plan.nano_batches
+        rank_in_pod = rank - plan.first_rank
         buffer = IndexBuffer(runtime.device) if buffer is None else buffer
         # 1. The nano-batches. A kind whose rows never move takes no part in turns.
         turns: tuple[Turn, ...] = ("alone",) if len(nano_batches) == 1 else ("first", "second")
         local_kinds = {kind for kind in nano_batches[0].plans if _is_local(kind, nano_batches)}
         self.nano_batches = tuple(
-            BoundNanoBatch(index, nano, rank, turn, local_kinds, buffer)
+            BoundNanoBatch(index, nano, rank_in_pod, turn, local_kinds, buffer, plan.first_rank)
             for index, (nano, turn) in enumerate(zip(nano_batches, turns, strict=True))
         )
         # 2. Such a kind runs once over both nano-batches.

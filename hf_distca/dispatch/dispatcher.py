@@ -23,6 +23,7 @@ from hf_distca.dispatch.remote import RemoteWorkers
 from hf_distca.kernels import get_kernel
 from hf_distca.plan import PLAN_KEY, MicroBatchPlan
 from hf_distca.planner.micro_batch import plan_placed
+from hf_distca.planner.pods import pods_around
 from hf_distca.planner.settings import PlanSettings
 from hf_distca.predict.seconds import StepCosts
 from hf_distca.run import RunSpec
@@ -96,6 +97,7 @@ class Dispatcher:
                 name, by_rank = difference
                 raise Run.DIFFERENT_ARGUMENTS.error(name=name, by_rank=by_rank)
         self.groups.connect_nodes(settings.nodes)
+        self.groups.connect_pods(pods_around(settings, self.groups.rank))
         self.exchange = Exchange(self.groups)
 
     def choose_by(self, costs: StepCosts | None) -> None:
@@ -133,10 +135,12 @@ class Dispatcher:
         Raises:
             ValueError: The plan was made for other nodes than those of the dispatcher's settings.
         """
+        ranks = plan.ranks
+        nodes_of_pod = self.settings.of_pod(ranks).nodes
         for kind_plan in chain.from_iterable(nano.plans.values() for nano in plan.nano_batches):
-            nodes = kind_plan.nodes and kind_plan.nodes[: self.groups.ranks]
-            if nodes is not None and nodes != self.settings.nodes:
-                raise PlannedStep.OTHER_NODES.error_here(planned=nodes, nodes=self.settings.nodes)
+            nodes = kind_plan.nodes and kind_plan.nodes[: len(ranks)]
+            if nodes is not None and nodes != nodes_of_pod:
+                raise PlannedStep.OTHER_NODES.error_here(planned=nodes, nodes=nodes_of_pod)
         self.see_length(
             max(int(nano_batch.layout.lengths.max()) for nano_batch in plan.nano_batches)
         )

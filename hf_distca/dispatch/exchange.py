@@ -31,7 +31,7 @@ Columns = list[tuple[torch.Size, torch.dtype]]
 class Route:
     """Rows of one kind that go from ranks to other ranks, and back."""
 
-    sent: list[int]  # [ranks] number of rows to each rank
+    sent: list[int]  # [ranks] number of rows to each rank of the pod
     received: list[int]  # [ranks] from each rank
     crossing: bool  # whether any rank sends such rows to another; the same on every rank
     # The rows to send, by receiving rank.
@@ -138,8 +138,8 @@ class ExchangeBuffer:
     def _start(self, hop: int, arriving: list[Tensor], *, back: bool = False) -> Self:
         """Start an exchange of rows as bytes, unless nothing crosses a link on any rank."""
         route, outgoing_NB, incoming_NB = self._hops[hop]
-        group = self._groups.node if hop else self._groups.exchange
         sent, received = route.sent, route.received
+        group = self._groups.node if hop else self._groups.pods[len(sent)]
         if back:
             outgoing_NB, incoming_NB, sent, received = incoming_NB, outgoing_NB, received, sent
         self._arriving = arriving

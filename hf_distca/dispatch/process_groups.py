@@ -76,6 +76,8 @@ class Groups:
         self.rank = self.members.index(world[0])
         self.ranks = len(self.members)
         self.exchange: dist.ProcessGroup | None = None  # of all ranks of the mesh
+        # Of the exchanges of core attention, by the number of ranks in the pod of this rank.
+        self.pods: dict[int, dist.ProcessGroup | None] = {}
         self.node: dist.ProcessGroup | None = None  # of the exchanges inside this rank's node
         self._side_by_side = mesh is not None
         self._device = device
@@ -102,6 +104,22 @@ class Groups:
                 raise unreachable(self.rank, error) from error
             check_devices(exchange_backend(self._device), uuids)
             self.exchange = self._connected(meshes, self.ranks, "distca exchange")
+        self.pods[self.ranks] = self.exchange
+
+    def connect_pods(self, pods: Sequence[range]) -> None:
+        """Connect the ranks of each pod that this rank may be in. A collective of the world.
+
+        Args:
+            pods: ranks of the mesh in each pod, from the smallest pod to the one of all ranks; as
+                many on every rank.
+        """
+        for ranks in pods[:-1]:
+            members = self.members[ranks.start : ranks.stop]
+            lists = self._distinct_in_world(members)
+            group = self._connected(lists, len(ranks), "distca pod")
+            if (earlier := self.pods.get(len(ranks))) is not None:  # of the same ranks
+                dist.destroy_process_group(earlier)
+            self.pods[len(ranks)] = group
 
     def connect_nodes(self, nodes: Sequence[int] | None) -> None:
         """Connect the ranks of each node by a group of their own. A collective of the world.
@@ -163,12 +181,12 @@ class Groups:
                 if self._device.type == "cuda":
                     torch.cuda.synchronize(self._device)
             self.meet("all ranks to close their groups")  # no rank has rows under way
-            for group in dict.fromkeys(
-                (self.node, self.exchange, self._control, self._control_of_world)
-            ):
+            groups = (self.node, *self.pods.values(), self._control, self._control_of_world)
+            for group in dict.fromkeys(groups):
                 if group is not None:
                     dist.destroy_process_group(group)
         self.exchange = self.node = self._control = self._control_of_world = None
+        self.pods = {}
         self.closed = True
         self.waits.close()
 

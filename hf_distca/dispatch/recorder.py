@@ -44,10 +44,14 @@ class Work(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """Rows that an exchange carries to and from each rank, [ranks] each; empty without any."""
+    """Rows that an exchange carries to and from each rank, [ranks] each; empty without any.
+
+    The ranks are those of a pod, from `first_rank` on.
+    """
 
     sent: tuple[int, ...] = ()
     received: tuple[int, ...] = ()
+    first_rank: int = 0
 
 
 NO_ROWS = Rows()

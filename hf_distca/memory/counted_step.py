@@ -63,13 +63,13 @@ class Peaks(NamedTuple):
 
 
 def busiest_rank(plan: MicroBatchPlan, settings: PlanSettings) -> int:
-    """Return the rank that exchanges the most bytes in a layer."""
+    """Return the rank of a plan's pod that exchanges the most bytes in a layer."""
     kind = settings.dominant_kind
     moved = np.sum(
         [bytes_moved(nano.plans[kind], settings.row_bytes(kind)) for nano in plan.nano_batches],
         axis=0,
     )
-    return int(moved.sum(0)[: settings.ranks].argmax())
+    return plan.first_rank + int(moved.sum(0)[: len(plan.ranks)].argmax())
 
 
 def count_peaks(

@@ -5,6 +5,7 @@ head dim of queries and keys, E head dim of values, R rows of a token for each o
 experts, I inputs, O outputs.
 """
 
+from collections import defaultdict
 from collections.abc import Callable, Hashable, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -193,7 +194,7 @@ class CountedExchange(Exchange):
 
     def __init__(self, live: LiveMemory) -> None:
         groups: Any = SimpleNamespace(
-            exchange=_NoGroup(), node=_NoGroup(), closed=False, waits=Waits()
+            pods=defaultdict(_NoGroup), node=_NoGroup(), closed=False, waits=Waits()
         )
         super().__init__(groups)
         self._live = live

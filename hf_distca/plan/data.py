@@ -244,10 +244,11 @@ class PlannedImages:
 
 @dataclass(frozen=True, eq=False)
 class MicroBatchPlan:
-    """Plan of one global micro-batch, the same on every rank.
+    """Plan of one global micro-batch, the same on every rank of a pod.
 
-    There are one or two nano-batches; the exchanges of two hide behind each other's computation. A
-    rank's rows are its rows of the first nano-batch, then its rows of the second.
+    Ranks of a plan are numbered from the first rank of the pod on. Without pods the plan is of all
+    ranks. There are one or two nano-batches; the exchanges of two hide behind each other's
+    computation. A rank's rows are its rows of the first nano-batch, then its rows of the second.
     """
 
     nano_batches: tuple[NanoBatch, ...]
@@ -257,6 +258,13 @@ class MicroBatchPlan:
     shared_rows: int = 0  # tokens that prefix sharing does not compute again
     # By modality, such as "image": what ranks encode; None if the micro-batch has text alone.
     images: Mapping[str, PlannedImages] | None = None
+    first_rank: int = 0  # of the pod
+    rows_of_other_pods: int = 0
+
+    @property
+    def ranks(self) -> range:
+        """Ranks of the pod, among all ranks that train together."""
+        return range(self.first_rank, self.first_rank + self.nano_batches[0].layout.ranks)
 
     @property
     def tokens(self) -> IntArray:
@@ -267,13 +275,14 @@ class MicroBatchPlan:
     @property
     def document_tokens(self) -> int:
         """Tokens of all documents on all ranks, shared ones included, without fillers."""
-        return int(self.tokens.sum()) - self.fillers + self.shared_rows
+        rows = int(self.tokens.sum()) + self.rows_of_other_pods
+        return rows - self.fillers + self.shared_rows
 
     def held_by(self, rank: int) -> Iterator[tuple[int, int, int]]:
         """Yield (document of the micro-batch, start, stop) of the rows that a rank holds.
 
-        They come in the order of the rank's rows.
+        They come in the order of the rank's rows. The rank is one of all ranks.
         """
         for nano in self.nano_batches:
-            for document, start, stop, *_ in nano.layout.of_rank(rank).tolist():
+            for document, start, stop, *_ in nano.layout.of_rank(rank - self.first_rank).tolist():
                 yield int(nano.documents[document]), start, stop

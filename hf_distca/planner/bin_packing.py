@@ -99,7 +99,7 @@ class Bins:
         """
         # Two heaps: bins that may have room for the item at hand, by preference; and bins that had
         # too little room for an earlier item, the one with the most room first.
-        room = self.room
+        room, work, speeds, newest = self.room, self.work, self.speeds, self.newest
         ready = [(preference(number), number) for number in range(len(room))]
         heapify(ready)
         too_full: list[tuple[int, int]] = []
@@ -115,8 +115,12 @@ class Bins:
                 heappush(too_full, (-room[number], number))
             # 2. The bin on top is preferred most, and gets the item.
             if ready:
+                # As `put` does; a call for each of many items takes as long as all else.
                 _, number = ready[0]
-                self.put(number, size, cost)
+                room[number] -= size
+                work[number] += cost / speeds[number]
+                newest[number] = self._items
+                self._items += 1
                 heapreplace(ready, (preference(number), number))
             elif when_full is not None:
                 number = min(range(len(room)), key=when_full)

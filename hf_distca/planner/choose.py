@@ -22,7 +22,7 @@ number of nano-batches. Every rank finds the same plan, since predictions depend
 settings alone.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from math import inf, sqrt
@@ -61,6 +61,12 @@ from hf_distca.predict.walk import Walked, in_stages, predict_step
 GOOD_ENOUGH = 0.01
 """A plan that saves less than this share of a step is not looked for: predictions are wrong by more
 than that."""
+FEW_WAITS = 0.1
+"""Share of a step up to which waits of two nano-batches are few. Slower links make two of them
+worse than one, which may move fewer rows."""
+SAVED_BY_ONE = 0.02
+"""Share of a step that one nano-batch saves at most where two of them have few waits: kernel calls,
+and cuts of documents."""
 MOST_MOVES = 4096
 """Most moves of K/V rows, from a segment to a rank, over the root of the number of ranks, for which
 documents are divided over all ranks of several nodes. Planning more moves takes longer than all
@@ -138,7 +144,7 @@ def choose(
         listed = [*search.whole_documents(), *search.as_set()]
     else:
         listed = search.as_set()
-    fastest = fastest_of(listed, search.planned)
+    fastest = fastest_of(listed, search.planned, search.least_seconds)
     if fastest is None:  # no group can be laid out
         fastest = fastest_of(search.as_set(), search.planned)
     assert fastest is not None
@@ -159,7 +165,9 @@ def choose_placed(rank_lengths: Sequence[Sequence[int]], settings: PlanSettings)
 
 
 def fastest_of(
-    listed: Iterable[Candidate], plan: Callable[[Candidate], PlannedCandidate | None]
+    listed: Iterable[Candidate],
+    plan: Callable[[Candidate], PlannedCandidate | None],
+    least_seconds: Callable[[Candidate], float] = attrgetter("bound"),
 ) -> PlannedCandidate | None:
     """Plan candidates from the lowest bound on, until no further one can be faster.
 
@@ -167,6 +175,7 @@ def fastest_of(
 
     Args:
         plan: makes the plan of a candidate and predicts its step; None if no such plan exists.
+        least_seconds: seconds that a candidate takes at least, after what has been planned.
 
     Returns:
         None if no candidate can be planned.
@@ -175,10 +184,23 @@ def fastest_of(
     for candidate in sorted(listed, key=attrgetter("bound")):
         if fastest is not None and candidate.bound >= fastest.seconds * (1 - GOOD_ENOUGH):
             break
+        if fastest is not None and least_seconds(candidate) >= fastest.seconds * (1 - GOOD_ENOUGH):
+            continue
         planned = plan(candidate)
         if planned is not None and (fastest is None or planned.seconds < fastest.seconds):
             fastest = planned
     return fastest
+
+
+def _key(candidate: Candidate) -> tuple[int, Division, float, int]:
+    """Return what tells a candidate from the others of a search."""
+    placing = id(candidate.placing)
+    return placing, candidate.division, candidate.tolerance, candidate.nano_batches
+
+
+def _computed(step: Walked) -> float:
+    """Return the seconds that the slowest rank computes."""
+    return float((step.attention + step.other).max())
 
 
 class _Search:
@@ -209,13 +231,18 @@ class _Search:
         self._seconds = seconds_of(lengths, costs, trees)
         # Seconds that every rank computes if all ranks finish together.
         self._even_share = float(self._seconds.sum() / self._speeds.sum())
+        self._steps: dict[tuple[int, Division, float, int], Walked] = {}  # that were predicted
 
     # 1. Placings of documents in groups of ranks.
 
-    def _placings(self) -> list[Placing]:
-        """Return the placings of all documents, in groups of growing size."""
+    def _placings(self) -> Iterator[Placing]:
+        """Yield the placings of all documents, in groups of growing size."""
+        yield from self._whole_placings()
         sizes_of_groups = partitions(self._node_sizes)
+        inside_nodes = [sizes for sizes in sizes_of_groups if max(sizes) <= max(self._node_sizes)]
+        yield from self._placed_in(inside_nodes)
         # As few nodes as documents need are joined too.
+        sizes_of_groups = sizes_of_groups[len(inside_nodes) :]
         if len(self._node_sizes) > 2:
             joined_sizes = joined_nodes(
                 self._lengths,
@@ -224,15 +251,17 @@ class _Search:
                 self._settings.rows_per_rank,
                 self._speeds,
             )
-            if joined_sizes is not None and joined_sizes not in sizes_of_groups:
+            known = (*inside_nodes, *sizes_of_groups)
+            if joined_sizes is not None and joined_sizes not in known:
                 sizes_of_groups.append(joined_sizes)
-        placings = self._whole_placings()
-        for sizes in sorted(sizes_of_groups, key=max):
-            if max(sizes) > 1:  # single ranks are placed already
-                placing = self._placed(sizes)
-                if placing is not None:
-                    placings.append(placing)
-        return placings
+        yield from self._placed_in(sorted(sizes_of_groups, key=max))
+
+    def _placed_in(self, sizes_of_groups: Iterable[tuple[int, ...]]) -> Iterator[Placing]:
+        """Yield the placings of documents in groups of several ranks in which they fit."""
+        for sizes in sizes_of_groups:
+            placing = self._placed(sizes) if max(sizes) > 1 else None
+            if placing is not None:
+                yield placing
 
     def _placed(self, sizes: tuple[int, ...], fill_to: float = 0.0) -> Placing | None:
         """Return the placing of documents in groups; None if they do not fit."""
@@ -288,6 +317,8 @@ class _Search:
         """Return placings that compute more evenly than all placings in smaller groups."""
         even = []
         lowest = inf
+        # No larger groups compute more evenly than all ranks together.
+        least = self._even_share + self._seconds_of_calls(2)
         for placing in self._placings():
             bound = self._bound(placing)
             if bound >= lowest * (1 - GOOD_ENOUGH):
@@ -297,6 +328,8 @@ class _Search:
             # have too many moves to be divided over all ranks of their groups.
             if not placing.unplaced and not self._has_too_many_moves(placing):
                 lowest = bound
+                if least >= lowest * (1 - GOOD_ENOUGH):
+                    break
         return even
 
     # 2. Candidates.
@@ -323,8 +356,9 @@ class _Search:
             # With too many moves a plan takes long, so only the most even placing is tried.
             is_tried = placing is most_even or not self._has_too_many_moves(placing)
             if max(placing.sizes) > 1 and is_tried:
-                options += [("over few", tolerance, fewest) for tolerance in tolerances]
+                # Two nano-batches come first: they tell how little one of them could gain.
                 options.append(("over few", finest, most))
+                options += [("over few", tolerance, fewest) for tolerance in tolerances]
             bound = self._bound(placing)
             listed += [
                 Candidate(placing, bound, division, tolerance, count)
@@ -371,7 +405,33 @@ class _Search:
         nano_batches = self._nano_batches(candidate)
         if nano_batches is None:
             return None
-        return PlannedCandidate(candidate, nano_batches, *self._predicted(nano_batches))
+        planned = PlannedCandidate(candidate, nano_batches, *self._predicted(nano_batches))
+        self._steps[_key(candidate)] = planned.step
+        return planned
+
+    def least_seconds(self, candidate: Candidate) -> float:
+        """Return the seconds that a candidate takes at least, by similar plans that were made.
+
+        Where two nano-batches hardly wait, one of them saves little. A coarser tolerance can save
+        waits alone: what it tolerates counts as longer computation.
+        """
+        finest = self._settings.tolerances[0]
+        least = candidate.bound
+        two = self._steps.get(_key(replace(candidate, tolerance=finest, nano_batches=2)))
+        hides = two is not None and two.seconds <= _computed(two) * (1 + FEW_WAITS)
+        if (
+            two is not None
+            and hides
+            and candidate.nano_batches == 1
+            and candidate.tolerance == finest
+        ):
+            least = max(least, two.seconds * (1 - SAVED_BY_ONE))
+        if candidate.tolerance > finest:
+            finer = self._steps.get(_key(replace(candidate, tolerance=finest))) or two
+            if finer is not None:
+                longer = (candidate.tolerance - finest) * float(finer.attention.mean())
+                least = max(least, _computed(finer) + longer)
+        return least
 
     def _predicted(
         self, nano_batches: Sequence[NanoBatch]

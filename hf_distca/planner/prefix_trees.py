@@ -95,15 +95,17 @@ class PrefixTrees:
         segments["start"] = start + to_path[branch]
         segments["stop"] = stop + to_path[branch]
 
-        # 3. Number the parents as documents of this layout.
-        number = np.full(len(self.lengths) + 1, -1)  # the last one is for roots
-        number[documents] = np.arange(len(documents))
-        parents = number[self.branches.parents[documents]]
-        branches = Branches(parents, self.branches.starts[documents])
-        has_branches = bool((parents >= 0).any())
+        branches = self.branches_of(documents)
+        has_branches = bool((branches.parents >= 0).any())
         return documents, Layout(
             self.lengths[documents], segments, layout.ranks, branches if has_branches else None
         )
+
+    def branches_of(self, documents: IntArray) -> Branches:
+        """Return the branches of the documents of whole trees, whose parents are numbered anew."""
+        number = np.full(len(self.lengths) + 1, -1)  # the last one is for roots
+        number[documents] = np.arange(len(documents))
+        return Branches(number[self.branches.parents[documents]], self.branches.starts[documents])
 
     def documents_of(self, trees: IntArray) -> IntArray:
         """Return the documents of some trees, tree after tree, depth first."""

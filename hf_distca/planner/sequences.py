@@ -18,7 +18,7 @@ from hf_distca.plan.arrays import IntArray, Table
 from hf_distca.plan.intervals import ROWS, by_document, overlaps, rows_before_in, table_of
 from hf_distca.plan.paths import along_paths
 from hf_distca.planner.bin_packing import largest_first, place_evenly
-from hf_distca.planner.micro_batch import plan_micro_batch
+from hf_distca.planner.micro_batch import plan_micro_batch, plan_pod
 from hf_distca.planner.prefix_trees import PrefixTrees
 from hf_distca.planner.prefixes import SequencePaths
 from hf_distca.planner.settings import PlanSettings
@@ -41,7 +41,9 @@ _BRANCH_ROWS = np.dtype(
 
 @dataclass(frozen=True, eq=False)
 class PlannedSequences:
-    """Micro-batches of sequences, planned alike on every rank.
+    """Micro-batches of sequences, planned alike on every rank of a pod.
+
+    With pods, the rows of the pod's ranks are known and no others.
 
     A one-token filler stands where a rank would have no row: that rank would be missing in every
     exchange.
@@ -66,9 +68,13 @@ class PlannedSequences:
 
         Tokens of several sequences may have the same row.
         """
-        # 1. Find the branches on the path of each sequence.
-        whole_sequences = table_of(ROWS, document=self.paths.ends, stop=self.lengths)
+        # 1. Find the branches on the path of each sequence with rows on the ranks of the pod.
+        in_pod = np.flatnonzero(np.isin(self.paths.ends, self._rows["document"]))
+        whole_sequences = table_of(
+            ROWS, document=self.paths.ends[in_pod], stop=self.lengths[in_pod]
+        )
         on_path, sequence = along_paths(whole_sequences, self.paths.trees.branches)
+        sequence = in_pod[sequence]
         rows_of_branches = by_document(self._rows.compress(self._rows["document"] != NO_SEQUENCE))
         # 2. Find the ranks that hold these rows.
         part, entry, start, stop = overlaps(on_path, rows_of_branches)
@@ -94,6 +100,7 @@ def plan_sequences(
     lengths: IntArray,
     settings: PlanSettings,
     micro_batches: Sequence[IntArray] | None = None,
+    rank: int | None = None,
 ) -> PlannedSequences:
     """Plan micro-batches of sequences.
 
@@ -102,6 +109,7 @@ def plan_sequences(
         lengths: [sequences] tokens of each.
         micro_batches: numbers of the trees of each micro-batch; None for one micro-batch of all
             trees.
+        rank: a rank, whose pod alone is planned; None to plan all ranks together.
     """
     trees = paths.trees
     if micro_batches is None:
@@ -117,7 +125,8 @@ def plan_sequences(
         # There are enough rows as soon as there are as many as ranks, or trees that stay whole.
         fillers = max(settings.ranks - (len(members) if stay_whole else rows), 0)
         branches = trees.documents_of(members)
-        plan = _plan_branches(trees, branches, fillers, settings)
+        # A micro-batch with fewer rows than ranks is planned at once on all ranks.
+        plan = _plan_branches(trees, branches, fillers, settings, None if fillers else rank)
         plans.append(replace(plan, shared_rows=int(tokens_of_trees[members].sum()) - rows))
         parts.append(_rows_of_plan(plan, number, branches))
     return PlannedSequences(tuple(plans), paths, lengths, _with_offsets(np.concatenate(parts)))
@@ -156,15 +165,27 @@ def even_micro_batches(trees: PrefixTrees, settings: PlanSettings) -> list[IntAr
 
 
 def _plan_branches(
-    trees: PrefixTrees, branches: IntArray, fillers: int, settings: PlanSettings
+    trees: PrefixTrees,
+    branches: IntArray,
+    fillers: int,
+    settings: PlanSettings,
+    rank: int | None,
 ) -> MicroBatchPlan:
-    """Plan the branches of some trees, and fillers of one token each."""
+    """Plan the branches of some trees, and fillers of one token each.
+
+    Args:
+        rank: as in `plan_sequences`.
+    """
     lengths = np.append(trees.lengths[branches], np.ones(fillers, np.int64))
     number = np.full(len(trees.lengths) + 1, -1)  # the last one is for roots
     number[branches] = np.arange(len(branches))
     parents = np.append(number[trees.branches.parents[branches]], np.full(fillers, -1))
     starts = np.append(trees.branches.starts[branches], np.zeros(fillers, np.int64))
-    plan = plan_micro_batch(lengths.tolist(), settings, Branches(parents, starts))
+    renumbered = Branches(parents, starts)
+    if rank is None:
+        plan = plan_micro_batch(lengths.tolist(), settings, renumbered)
+    else:
+        plan = plan_pod(lengths.tolist(), settings, rank, renumbered)
     return replace(plan, fillers=fillers)
 
 
@@ -182,6 +203,7 @@ def _rows_of_plan(plan: MicroBatchPlan, micro_batch: int, branches: IntArray) ->
         part = np.zeros(len(segments), _BRANCH_ROWS)
         for name in ("rank", "start", "stop"):
             part[name] = segments[name]
+        part["rank"] += plan.first_rank
         part["micro_batch"] = micro_batch
         part["document"] = padded_branches[nano.documents[segments["document"]]]
         parts.append(part)

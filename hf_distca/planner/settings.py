@@ -1,6 +1,6 @@
 """Settings of plans: everything besides document lengths that a plan depends on."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf
 from typing import Literal
 
@@ -17,6 +17,11 @@ from hf_distca.units import AUTO
 COARSER_TOLERANCE = 0.1
 """Second tolerance that the planner may choose, beside the fine one. Plans with it send fewer rows,
 which is faster where links between nodes are slow. 0.3 was hardly ever faster."""
+POD_RANKS = 64
+"""Least ranks of a pod. Smaller pods hold too few documents to compute as evenly as all ranks."""
+ROOM_OF_PODS = 512
+"""Tokens of a micro-batch for each token that is left free where ranks plan in pods. Without room
+in every pod the last documents would need larger pods."""
 UNBALANCED = 1e9
 """Tolerance of plans that move nothing for balance: rows travel only where documents are cut."""
 
@@ -47,6 +52,7 @@ class PlanSettings:
         ranks_per_node: Number of consecutive ranks that share a node: one number, or one for each
             node. With 1, or with all ranks on one node, all links are alike.
         costs: Costs of a step, by which the planner predicts seconds; None if it chooses nothing.
+        pod_ranks: Number of ranks that plan together at least, if there are twice as many.
 
     Raises:
         ValueError: The nodes do not add up to the number of ranks.
@@ -66,6 +72,7 @@ class PlanSettings:
     kernel: str = "auto"
     ranks_per_node: int | tuple[int, ...] = 1
     costs: StepCosts | None = None
+    pod_ranks: int = POD_RANKS
 
     def __post_init__(self) -> None:
         node_sizes(self.ranks, self.ranks_per_node)
@@ -74,6 +81,40 @@ class PlanSettings:
     def capacity(self) -> int:
         """Maximum number of rows that all ranks together hold."""
         return self.ranks * self.rows_per_rank
+
+    @property
+    def block_sizes(self) -> tuple[int, ...]:
+        """[blocks] ranks of the smallest pods that there may be; one block if there are no pods.
+
+        Blocks have equally many nodes, or one more. Plans have no pods without costs.
+        """
+        sizes = node_sizes(self.ranks, self.ranks_per_node)
+        blocks = min(self.ranks // self.pod_ranks, len(sizes))
+        if blocks < 2 or self.document_layout != AUTO:
+            return (self.ranks,)
+        return tuple(int(nodes.sum()) for nodes in np.array_split(sizes, blocks))
+
+    def of_pod(self, ranks: range) -> "PlanSettings":
+        """Return the settings of some ranks of whole nodes that plan together."""
+        nodes = np.asarray(self.node_of_ranks)[ranks.start : ranks.stop]
+        sizes: list[int] = np.unique(nodes, return_counts=True)[1].tolist()
+        costs = self.costs
+        if costs is not None and costs.slowness:
+            costs = replace(costs, slowness=costs.slowness[ranks.start : ranks.stop])
+        return replace(
+            self,
+            ranks=len(ranks),
+            ranks_per_node=sizes[0] if len(set(sizes)) == 1 else tuple(sizes),
+            costs=costs,
+            pod_ranks=len(ranks),
+        )
+
+    @property
+    def micro_batch_tokens(self) -> int:
+        """Maximum number of tokens of a micro-batch that is drawn; the rest is room in pods."""
+        if len(self.block_sizes) == 1:
+            return self.capacity
+        return self.capacity - self.capacity // ROOM_OF_PODS
 
     @property
     def document_capacity(self) -> int:

@@ -1,5 +1,6 @@
 """Dedicated attention servers as a strategy that the simulator compares."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from hf_distca.plan import MicroBatchPlan
@@ -20,10 +21,10 @@ def with_servers(servers: int, run: RunSpec) -> Strategy:
     settings = replace(run.plans, costs=None)
     workers = Workers.uniform(settings.ranks + servers)
 
-    def step(lengths: IntArray) -> tuple[StepTime, MicroBatchPlan]:
+    def step(lengths: IntArray) -> tuple[StepTime, Sequence[MicroBatchPlan]]:
         plan = plan_micro_batch(lengths.tolist(), settings)
         plan = plan_with_servers(plan, workers, settings, ranks_serve=True)
-        return step_of_plan(plan, run), plan
+        return step_of_plan(plan, run), [plan]
 
     return Strategy(
         f"hf_distca, {counted(servers, 'server')}",

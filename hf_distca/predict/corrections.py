@@ -49,28 +49,20 @@ class Corrections:
     def after(
         self,
         costs: StepCosts,
-        plans: Sequence[Sequence[MicroBatchPlan]],
+        expected: FloatArray,
         observed: FloatArray,
-        nodes: Sequence[int],
-        bytes_per_value: int,
     ) -> "Corrections":
         """Return corrections for observed steps, or these corrections if they are about right.
 
         Args:
             costs: as measured, without corrections.
-            plans: of the micro-batches of each step.
+            expected: [steps, 2, ranks] seconds that each rank expects by these costs, see
+                `expected_seconds`.
             observed: [steps, 2, ranks] seconds in kernel calls of a step, and between core
                 attentions of its first forward.
-            nodes: [ranks] node of each rank.
-            bytes_per_value: size of a value in the dtype of core attention.
         """
-        # 1. Ratios of observed to expected seconds, [steps, 2, ranks].
-        expected = []
-        for plans_of_step in plans:
-            kernel = _kernel_seconds(plans_of_step, costs, nodes, bytes_per_value)
-            # With one layer there is no time between core attentions: kernel calls count for both.
-            between = kernel if costs.depth == 1 else _seconds_between(plans_of_step[0], costs)
-            expected.append((kernel, between))
+        # 1. Ratios of observed to expected seconds, [steps, 2, ranks]. With one layer there is no
+        #    time between core attentions: kernel calls count for both.
         if costs.depth == 1:
             observed = observed[:, [0, 0]]
         ratios = observed / np.maximum(expected, SHORTEST)
@@ -88,21 +80,35 @@ class Corrections:
         return Corrections(attention, other, () if all_alike else tuple(slowness.tolist()))
 
 
-def _kernel_seconds(
-    plans: Sequence[MicroBatchPlan], costs: StepCosts, nodes: Sequence[int], bytes_per_value: int
-) -> FloatArray:
-    """Return [ranks] expected seconds in kernel calls of a step."""
-    predicted = [predict_plan(plan, costs, nodes, bytes_per_value) for plan in plans]
-    seconds: FloatArray = np.sum([walked.attention for walked in predicted], axis=0)
-    return seconds
+def expected_seconds(
+    plans: Sequence[MicroBatchPlan],
+    rank: int,
+    costs: StepCosts,
+    nodes: Sequence[int],
+    bytes_per_value: int,
+) -> tuple[float, float]:
+    """Return the seconds of a rank in kernel calls of a step, and between its core attentions.
+
+    Args:
+        plans: of the micro-batches of the step, which are those of the rank's pods.
+        nodes: [ranks] node of each rank.
+        bytes_per_value: size of a value in the dtype of core attention.
+    """
+    kernel = 0.0
+    for plan in plans:
+        walked = predict_plan(plan, costs, nodes, bytes_per_value)
+        kernel += float(walked.attention[rank - plan.first_rank])
+    if costs.depth == 1:
+        return kernel, kernel
+    return kernel, _seconds_between(plans[0], rank, costs)
 
 
-def _seconds_between(plan: MicroBatchPlan, costs: StepCosts) -> FloatArray:
-    """Return [ranks] expected seconds between the core attentions of a micro-batch's forward."""
+def _seconds_between(plan: MicroBatchPlan, rank: int, costs: StepCosts) -> float:
+    """Return the expected seconds between the core attentions of a micro-batch's forward."""
     # Where nothing moves, a layer runs once on the rows of both nano-batches.
     runs = 1 if plan.summary.exchange.bytes_total == 0 else len(plan.nano_batches)
-    layer_seconds = plan.tokens * costs.between + runs * costs.launches
-    return np.asarray((costs.depth - 1) * layer_seconds, np.float64)
+    layer_seconds = int(plan.tokens[rank - plan.first_rank]) * costs.between
+    return (costs.depth - 1) * (layer_seconds + runs * costs.launches)
 
 
 def _slowness(ratios: FloatArray) -> FloatArray:

@@ -435,12 +435,16 @@ def _mixing_layers(
 def predict_plan(
     plan: MicroBatchPlan, costs: StepCosts, nodes: Sequence[int], bytes_per_value: int
 ) -> Walked:
-    """Predict the seconds of a planned micro-batch.
+    """Predict the seconds of a planned micro-batch, on the ranks of its pod.
 
     Args:
-        nodes: [ranks] node of each rank.
+        nodes: [ranks] node of each rank, of all ranks.
         bytes_per_value: size of a value in the dtype of core attention.
     """
+    ranks = plan.ranks
+    nodes = nodes[ranks.start : ranks.stop]
+    if costs.slowness:
+        costs = replace(costs, slowness=costs.slowness[ranks.start : ranks.stop])
     counts = count_nano_batches(plan.nano_batches, bytes_per_value, nodes)
     return predict_step(counts, [nano.layout for nano in plan.nano_batches], costs, nodes)
 

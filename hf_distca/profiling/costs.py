@@ -17,7 +17,7 @@ from hf_distca.dispatch.peers import PeerExchanges
 from hf_distca.dispatch.recorder import Recording, Span
 from hf_distca.plan import MicroBatchPlan
 from hf_distca.plan.arrays import FloatArray
-from hf_distca.predict.corrections import Corrections
+from hf_distca.predict.corrections import Corrections, expected_seconds
 from hf_distca.predict.device_profile import DeviceProfile
 from hf_distca.predict.seconds import KernelCost, StepCosts
 from hf_distca.predict.walk import predict_plan
@@ -210,13 +210,17 @@ class LearnedCosts(TrainerCallback):
         """Compare the watched steps with the costs, and correct the costs. A collective."""
         settings = self._dispatcher.settings
         nodes, bytes_per_value = settings.node_of_ranks, settings.bytes_per_value
-        observed = self._observed_by_all()
         plans = self._plans
+        rank = self._dispatcher.groups.rank
+        expected = [
+            expected_seconds(plans_of_step, rank, measured, nodes, bytes_per_value)
+            for plans_of_step in plans
+        ]
+        of_all = self._seconds_of_all(expected)
+        observed = of_all[:, :3]
         self._plans = []
         self._observed = []
-        corrections = self._corrections.after(
-            measured, plans, observed[:, :2], nodes, bytes_per_value
-        )
+        corrections = self._corrections.after(measured, of_all[:, 3:], observed[:, :2])
         if corrections is not self._corrections:
             logger.info(
                 "measured costs differ from training steps; plans now use the corrections %s",
@@ -231,17 +235,20 @@ class LearnedCosts(TrainerCallback):
         step_seconds = observed[:, 2].mean(axis=1)
         self.besides = max(float(np.median(step_seconds - predicted)), 0.0)
 
-    def _observed_by_all(self) -> FloatArray:
-        """Return [steps, 3, ranks] seconds of the watched steps on all ranks. A collective.
+    def _seconds_of_all(self, expected: Sequence[tuple[float, float]]) -> FloatArray:
+        """Return [steps, 5, ranks] seconds of the watched steps on all ranks. A collective.
+
+        They are the three observed ones and the two expected ones.
 
         Ranks that share layers belong to several groups and need the same plans: the steps of the
         first group count.
         """
         groups = self._dispatcher.groups
-        gathered = groups.all_gather((groups.members, self._observed), in_world=True)
+        own = [(*seconds, *more) for seconds, more in zip(self._observed, expected, strict=True)]
+        gathered = groups.all_gather((groups.members, own), in_world=True)
         members_of_first, _ = gathered[0]
-        observed_by_rank = [gathered[member][1] for member in members_of_first]
-        return np.array(observed_by_rank).transpose(1, 2, 0)
+        seconds_by_rank = [gathered[member][1] for member in members_of_first]
+        return np.array(seconds_by_rank).transpose(1, 2, 0)
 
     def _correct(self, corrections: Corrections) -> None:
         """Let plans use corrected costs, unless a user has turned choosing off."""

@@ -200,7 +200,10 @@ def simulate(
     Args:
         images: of each micro-batch; none for text.
     """
-    # 1. The micro-batches as training draws them, and the operations of the model in them.
+    # 1. The micro-batches as training draws them, and the operations of the model in them. Features
+    #    of images travel between all ranks, which then plan together.
+    if images:
+        run = replace(run, plans=replace(run.plans, pod_ranks=run.plans.ranks))
     capacity = run.plans.capacity
     uncut = list(islice(micro_batches, count))
     full = [np.minimum(lengths, capacity) for lengths in uncut]
@@ -295,18 +298,16 @@ def _steps_of(
 ) -> tuple[list[StepTime], MicroBatchPlan | None]:
     """Return the steps of a strategy, and the plan whose busiest rank exchanges the most."""
     steps: list[StepTime] = []
-    largest_plan = None
-    largest_bytes = 0
+    plans: list[MicroBatchPlan] = []
     for index, lengths in enumerate(micro_batches):
-        step, plan = strategy.step(lengths)
+        step, plans_of_pods = strategy.step(lengths)
         if images:
             batch = images[index].of_first(len(lengths))
+            plan = plans_of_pods[0] if plans_of_pods else None  # of all ranks
             step = with_encoders(step, plan, batch, lengths, run)
         steps.append(step)
-        if step.bytes_bottleneck >= largest_bytes:
-            largest_plan = plan
-            largest_bytes = step.bytes_bottleneck
-    return steps, largest_plan
+        plans += plans_of_pods
+    return steps, max(plans, key=lambda plan: plan.summary.exchange.bytes_bottleneck, default=None)
 
 
 def _strategy_figures(

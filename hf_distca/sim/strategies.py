@@ -4,7 +4,7 @@ All compute the same tokens on the same ranks. Strategies that leave documents i
 as their slowest rank. Planned strategies walk the schedule that training runs.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -13,7 +13,7 @@ import numpy as np
 from hf_distca.plan import MicroBatchPlan
 from hf_distca.plan.arrays import FloatArray, IntArray, Table
 from hf_distca.planner.bin_packing import Bins, largest_first
-from hf_distca.planner.micro_batch import plan_micro_batch
+from hf_distca.planner.micro_batch import plan_pods
 from hf_distca.planner.settings import PlanSettings
 from hf_distca.predict.counts import count_nano_batches
 from hf_distca.predict.mixing_layers import count_cuts
@@ -47,11 +47,11 @@ class StepTime(Walked):
 class Strategy:
     """Way to divide documents over ranks that the simulator compares.
 
-    `step` predicts a micro-batch from document lengths, and returns its plan if there is one.
+    `step` predicts a micro-batch from document lengths, and returns the plans of its pods, if any.
     """
 
     name: str
-    step: Callable[[IntArray], tuple[StepTime, MicroBatchPlan | None]]
+    step: Callable[[IntArray], tuple[StepTime, Sequence[MicroBatchPlan]]]
     group: Group = ONE_RANK
     document_layout: str | None = None  # None if nothing is planned
     extra_gpus: int = 0  # besides those of the ranks
@@ -73,7 +73,7 @@ def all_strategies(run: RunSpec) -> tuple[Strategy, ...]:
     """
     # 1. Strategies without plans.
     strategies = [
-        Strategy(PLAIN, lambda lengths: (plain(lengths, run), None), in_transformers=True),
+        Strategy(PLAIN, lambda lengths: (plain(lengths, run), ()), in_transformers=True),
         *_of_whole_documents(run),
     ]
 
@@ -98,8 +98,8 @@ def _of_whole_documents(run: RunSpec) -> Iterator[Strategy]:
     """
 
     def strategy(name: str, group: Group, *, in_transformers: bool) -> Strategy:
-        def step(lengths: IntArray) -> tuple[StepTime, None]:
-            return whole_documents(lengths, run, group), None
+        def step(lengths: IntArray) -> tuple[StepTime, Sequence[MicroBatchPlan]]:
+            return whole_documents(lengths, run, group), ()
 
         return Strategy(name, step, group, in_transformers=in_transformers)
 
@@ -185,10 +185,28 @@ def whole_documents(lengths: IntArray, run: RunSpec, group: Group = ONE_RANK) ->
     return replace(step, held=_held(spans, group_of_span), group_ranks=group.ranks)
 
 
-def planned(lengths: IntArray, run: RunSpec) -> tuple[StepTime, MicroBatchPlan]:
-    """Predict a step with planned core attention, and return its plan too."""
-    plan = plan_micro_batch(lengths.tolist(), run.plans)
-    return step_of_plan(plan, run), plan
+def planned(lengths: IntArray, run: RunSpec) -> tuple[StepTime, list[MicroBatchPlan]]:
+    """Predict a step with planned core attention, and return the plan of each pod too."""
+    plans = plan_pods(lengths.tolist(), run.plans)
+    if len(plans) == 1:
+        return step_of_plan(plans[0], run), plans
+    steps = [step_of_plan(plan, replace(run, plans=run.plans.of_pod(plan.ranks))) for plan in plans]
+    return _of_all_pods(steps), plans
+
+
+def _of_all_pods(steps: Sequence[StepTime]) -> StepTime:
+    """Return the step of all ranks, from the steps of pods that wait for each other at its end."""
+    return StepTime(
+        seconds=max(step.seconds for step in steps),
+        attention=np.concatenate([step.attention for step in steps]),
+        other=np.concatenate([step.other for step in steps]),
+        waited=np.concatenate([step.waited for step in steps]),
+        mixing=np.concatenate([step.mixing for step in steps]),
+        bytes_bottleneck=max(step.bytes_bottleneck for step in steps),
+        tokens_most=max(step.tokens_most for step in steps),
+        mixing_runs=max(step.mixing_runs for step in steps),
+        mixing_bytes=max(step.mixing_bytes for step in steps),
+    )
 
 
 def step_of_plan(plan: MicroBatchPlan, run: RunSpec) -> StepTime:

@@ -76,9 +76,10 @@ class _Events:
             lane = _free_lane(lane_ends, start.begin)
             lane_ends[lane : lane + 1] = [wait.end]
             # Rows that stay on the rank do not travel.
+            own = row_of_rank - start.rows.first_rank
             arguments = {
-                "rows_sent": sum(start.rows.sent) - start.rows.sent[row_of_rank],
-                "rows_received": sum(start.rows.received) - start.rows.received[row_of_rank],
+                "rows_sent": sum(start.rows.sent) - start.rows.sent[own],
+                "rows_received": sum(start.rows.received) - start.rows.received[own],
                 "number": number,
             }
             self.listed.append(self._slice(start, "exchange", 1 + lane, wait.end, arguments))
@@ -102,7 +103,9 @@ class _Events:
         # Arrows begin within the start, which may outlast the sending, and end within the wait.
         departure = min(self._time(start.begin) + 1, self._time(start.end)) / 1000
         arrival = max(self._time(wait.end) - 1, self._time(wait.begin)) / 1000
-        for peer, sent, received in zip(members, start.rows.sent, start.rows.received, strict=True):
+        first, count = start.rows.first_rank, len(start.rows.sent)
+        peers = members[first : first + count]
+        for peer, sent, received in zip(peers, start.rows.sent, start.rows.received, strict=True):
             if peer != self.rank and sent:
                 key = self._arrow_id(number, self.rank, peer)
                 self.listed.append(

@@ -255,7 +255,7 @@ class PackedLoaders:
         if bins == 0:
             bins = groups.ranks if stay_whole else 1
         if capacity == 0:
-            capacity = self._dispatcher.settings.capacity
+            capacity = self._dispatcher.settings.micro_batch_tokens
         bin_capacity = capacity // bins
         limit_name = A_RANK if stay_whole else ALL_RANKS
         # 2. The spans that fit.

@@ -120,23 +120,28 @@ METRICS: dict[str, Metric] = {
 GIB = 2**30
 
 
-def predicted_attention(
+def attention_as_chosen(plans: Sequence[MicroBatchPlan], rank: int) -> float | None:
+    """Return the predicted seconds of a rank's core attention, if the planner chose all plans."""
+    if any(plan.choice is None for plan in plans):
+        return None
+    return sum(plan.choice.attention[rank - plan.first_rank] for plan in plans if plan.choice)
+
+
+def attention_as_shared(
     layers: Mapping[AttentionKind, int],
     plans: Sequence[MicroBatchPlan],
     measured_seconds: Sequence[float],
 ) -> float:
-    """Return the predicted seconds of core attention on the busiest rank.
+    """Return the seconds of core attention on the busiest rank, as its share of the measured ones.
+
+    The share is that of the query-key pairs of all ranks, weighted by the width of the heads.
 
     Args:
         layers: number of layers of each kind of attention.
         plans: of micro-batches that have run.
         measured_seconds: [ranks] seconds in the kernels of each rank for these micro-batches.
     """
-    choices = _choices(plans)
-    if choices is not None:
-        return float(np.sum([choice.attention for choice in choices], axis=0).max())
-    # Without a prediction, the busiest rank takes its share of the time of all ranks: by query-key
-    # pairs, weighted by the width of the heads. The number of workers beyond the ranks changes.
+    # The number of workers beyond the ranks changes.
     work = np.zeros(len(measured_seconds))  # [ranks]
     for plan in plans:
         for nano_batch in plan.nano_batches:
@@ -218,7 +223,7 @@ class StepMeter(TrainerCallback):
         measured = self._measured()
         figures = {
             **self._figures_of_time(measured),
-            **self._figures_of_plans(measured.plans),
+            **measured.of_plans,
             **self._figures_of_predictions(measured),
         }
         if self._dispatcher.remote is not None:
@@ -233,12 +238,29 @@ class StepMeter(TrainerCallback):
     def _measured(self) -> "_Measured":
         """Return the times and counts of all ranks since the last log. A collective."""
         elapsed, waits, attention = (self._seconds() - self._since).tolist()
-        measured_by_ranks = self._dispatcher.groups.all_gather(
-            (waits, attention, self._padded_rows)
-        )
-        waits_of_ranks, attention_of_ranks, padded_rows = zip(*measured_by_ranks, strict=True)
         plans = [plan for plan, _, _ in self._counted]
-        return _Measured(elapsed, waits_of_ranks, attention_of_ranks, sum(padded_rows), plans)
+        rank = self._dispatcher.groups.rank
+        as_chosen = attention_as_chosen(plans, rank)
+        # One rank of each pod counts the operations of its pod.
+        own_plans = [plan for plan in plans if plan.first_rank == rank]
+        flops = 0.0 if self._count_flops is None else sum(map(self._count_flops, own_plans))
+        own = (waits, attention, self._padded_rows, as_chosen, flops, self._figures_of_plans(plans))
+        of_ranks = list(zip(*self._dispatcher.groups.all_gather(own), strict=True))
+        waits_of_ranks, attention_of_ranks, padded_rows, predicted, flops_of_ranks, figures = (
+            of_ranks
+        )
+        return _Measured(
+            elapsed,
+            waits_of_ranks,
+            attention_of_ranks,
+            sum(padded_rows),
+            plans,
+            attention_as_shared(self._layers, plans, attention_of_ranks)
+            if as_chosen is None
+            else max(predicted),
+            sum(flops_of_ranks),
+            of_all_pods(figures),
+        )
 
     def _figures_of_time(self, measured: "_Measured") -> dict[str, float]:
         """Return speed, waits and the times of core attention."""
@@ -262,17 +284,15 @@ class StepMeter(TrainerCallback):
             figures["computed_rows"] = (tokens - shared_rows) / self.steps
             figures["shared_rows"] = shared_rows / self.steps
         if self.steps:
-            predicted = predicted_attention(self._layers, plans, measured.attention)
             figures["attention_ms"] = max(measured.attention) * 1e3 / self.steps
-            figures["attention_ms_predicted"] = predicted * 1e3 / self.steps
+            figures["attention_ms_predicted"] = measured.predicted_attention * 1e3 / self.steps
         computes_plans_alone = self._costs is not None
         if self._count_flops is not None and self._peak_flops and computes_plans_alone:
-            flops = sum(self._count_flops(plan) for plan in plans)
-            figures["mfu"] = flops / (elapsed * devices * self._peak_flops)
+            figures["mfu"] = measured.flops / (elapsed * devices * self._peak_flops)
         return figures
 
     def _figures_of_plans(self, plans: Sequence[MicroBatchPlan]) -> dict[str, float]:
-        """Return balance, turns of nano-batches and exchanged bytes, as planned."""
+        """Return balance, turns of nano-batches and exchanged bytes of this rank's pods."""
         summaries = [plan.summary for plan in plans]
         exchanges = [summary.exchange for summary in summaries]
         runs = [ran for _, ran, _ in self._counted]
@@ -300,25 +320,27 @@ class StepMeter(TrainerCallback):
                     exchange.bytes_between_nodes_busiest_node for exchange in exchanges
                 ),
             }
+        choices = _choices(plans)
+        if self.steps and choices is not None:
+            seconds = sum(choice.seconds for choice in choices)
+            figures |= {
+                "gain_predicted": sum(choice.packed_seconds for choice in choices) / seconds,
+                "plans_without_exchange": _mean(
+                    exchange.bytes_total == 0 for exchange in exchanges
+                ),
+                "plans_within_nodes": _mean(
+                    exchange.bytes_total > 0 and exchange.bytes_between_nodes == 0
+                    for exchange in exchanges
+                ),
+            }
         return figures
 
     def _figures_of_predictions(self, measured: "_Measured") -> dict[str, float]:
-        """Return what the planner predicted, if it chose all plans."""
+        """Return predicted and measured seconds of a step, if the planner chose all plans."""
         choices = _choices(measured.plans)
-        if not self.steps or choices is None:
-            return {}
-        exchanges = [plan.summary.exchange for plan in measured.plans]
-        seconds = sum(choice.seconds for choice in choices)
-        packed_seconds = sum(choice.packed_seconds for choice in choices)
-        figures = {
-            "gain_predicted": packed_seconds / seconds,
-            "plans_without_exchange": _mean(exchange.bytes_total == 0 for exchange in exchanges),
-            "plans_within_nodes": _mean(
-                exchange.bytes_total > 0 and exchange.bytes_between_nodes == 0
-                for exchange in exchanges
-            ),
-        }
-        if self._costs is not None:
+        figures: dict[str, float] = {}
+        if self.steps and choices is not None and self._costs is not None:
+            seconds = sum(choice.seconds for choice in choices)
             figures["step_ms"] = measured.elapsed * 1e3 / self.steps
             figures["step_ms_predicted"] = (seconds / self.steps + self._costs.besides) * 1e3
         return figures
@@ -331,7 +353,24 @@ class _Measured(NamedTuple):
     waits: Sequence[float]  # [ranks] seconds in waits for rows
     attention: Sequence[float]  # [ranks] seconds in kernel calls
     padded_rows: int  # rows of all ranks' padded batches, padding included
-    plans: Sequence[MicroBatchPlan]  # of the micro-batches that have run
+    plans: Sequence[MicroBatchPlan]  # of the micro-batches that have run, for this rank's pods
+    predicted_attention: float  # seconds of the busiest rank
+    flops: float  # operations of all ranks, 0 if they are not counted
+    of_plans: Mapping[str, float]  # balance and exchanges of all pods
+
+
+def of_all_pods(figures_of_ranks: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Return the figures of all pods, from those of each rank's pods.
+
+    A share is the mean of the ranks. Any other figure is the largest: that of the pod for which all
+    others wait.
+    """
+    figures = dict(figures_of_ranks[0])
+    for name, first in figures.items():
+        values = [figures_of_rank[name] for figures_of_rank in figures_of_ranks]
+        if any(value != first for value in values):
+            figures[name] = _mean(values) if METRICS[name].unit == "share" else max(values)
+    return figures
 
 
 def _mean(values: Iterable[float]) -> float:

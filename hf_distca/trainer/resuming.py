@@ -327,7 +327,7 @@ def data_order(
     draws = args.train_sampling_strategy != "sequential"
     has_shared = draws and loaders.prefixes(dataset, shares=shares) is not None
     return {
-        CAPACITY: dispatcher.settings.capacity,
+        CAPACITY: dispatcher.settings.micro_batch_tokens,
         LAYOUT: FITTING.format(ranks) if stay_whole else CUTTING,
         "long_documents": args.long_documents,
         **_sampling_order(args),

@@ -23,6 +23,7 @@ from hf_distca.dispatch import process_groups as groups_module
 from hf_distca.dispatch.dispatcher import Dispatcher
 from hf_distca.dispatch.process_groups import Groups, mesh_ranks, raised_together, ranks_per_node
 from hf_distca.dispatch.waits import OtherRankError, RankLost, Waits
+from hf_distca.planner.pods import pods_around
 from hf_distca.planner.settings import PlanSettings
 from hf_distca.trainer.resuming import FullDiskError
 from tests.models_and_batches import dispatcher_of_all_ranks, small_kinds
@@ -189,6 +190,16 @@ def test_a_rank_whose_partner_is_not_there(comes, told):
         assert f"rank 0 cannot {told} over gloo" in pool.run(_start, comes)[0]
 
 
+def _check_pods(rank: int) -> None:
+    """Connect pods of three blocks: one, one and two ranks. The last one has no other beside it."""
+    of_pods, first = Groups(CPU, 60.0), rank // 2 * 2
+    of_blocks = PlanSettings(4, 64, ranks_per_node=(1, 1, 2), pod_ranks=1)
+    of_pods.connect_pods(pods_around(of_blocks, rank))
+    assert sorted(of_pods.pods) == ([1, 2, 4] if rank < 2 else [2, 4])
+    assert _exchanged(of_pods.pods[2]) == [10 * first + rank % 2, 10 * (first + 1) + rank % 2]
+    of_pods.close()
+
+
 def _two_by_two() -> None:
     """Two groups of two ranks, each of which dispatches by itself beside the other."""
     mesh, rank = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp")), dist.get_rank()
@@ -227,6 +238,8 @@ def _two_by_two() -> None:
     assert _exchanged(dispatcher.groups.exchange) == received
     before = len(dist.distributed_c10d._world.pg_map)
     Groups(CPU, 60.0, mesh["dp"]).close()
+    assert len(dist.distributed_c10d._world.pg_map) == before
+    _check_pods(rank)
     assert len(dist.distributed_c10d._world.pg_map) == before
     for of_both in (
         ((0, 0), None),

@@ -295,7 +295,8 @@ def test_rows_of_a_transfer_there_and_back():
         "keys": (((8, 8), (8, 4)), ((4, 0), (8, 0))),
     }
     for rank in (0, 1):
-        routes = BoundRoutes(plan, rank, "alone", IndexBuffer(CPU))
+        # The ranks are the seventh and the eighth of all.
+        routes = BoundRoutes(plan, rank, "alone", IndexBuffer(CPU), first_rank=6)
         for rows, of_ranks in expected.items():
-            assert routes.rows_of(Transfer(rows, ())) == of_ranks[rank]
-            assert routes.rows_of(Transfer(rows, (), back=True)) == of_ranks[rank][::-1]
+            assert routes.rows_of(Transfer(rows, ())) == (*of_ranks[rank], 6)
+            assert routes.rows_of(Transfer(rows, (), back=True)) == (*of_ranks[rank][::-1], 6)

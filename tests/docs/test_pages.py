@@ -564,7 +564,7 @@ def test_steps_and_plans_in_sentences_are_those_of_the_results():
         f"{one_long:.2f}× for one long document and {long_tail:.2f}× for a long tail" in README_TEXT
     )
     planning = result("plan_time")["figures"]["chosen, 512 ranks, prolong, ms"]["median"]
-    sentence = f"a plan takes {planning:.0f} ms of a core, and a step of 32,768 tokens takes 4.1 s"
+    sentence = f"a plan takes {planning:.0f} ms of a core, and a step of 32,768 tokens takes 4.0 s"
     assert sentence in words_of("docs/explanation/plans.md")
 
 

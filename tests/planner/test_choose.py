@@ -452,6 +452,46 @@ def test_larger_groups_are_tried_where_smaller_ones_have_too_many_moves(
 
 
 @pytest.mark.parametrize(
+    ("attention", "other", "tolerance", "least"),
+    [
+        pytest.param(4.0, 5.5, 0.01, 9.8, id="one nano-batch saves little where two hardly wait"),
+        pytest.param(4.0, 3.0, 0.01, 1.0, id="one nano-batch may wait less than two"),
+        pytest.param(4.0, 5.5, 0.1, 9.5 + 0.09 * 3.0, id="a coarser tolerance computes longer"),
+    ],
+)
+def test_plans_raise_the_bounds_of_plans_like_them(attention, other, tolerance, least):
+    of_plans = PlanSettings(2, 128, (KIND,), costs=costs(FREE, FREE))
+    search = choose._Search(np.array([100, 100]), of_plans, partial(tuple))
+    placing = Placing.of_all(np.ones(2), np.ones(2))
+    two, one = (
+        Candidate(placing, 1.0, "over few", *options) for options in ((0.01, 2), (tolerance, 1))
+    )
+    assert search.least_seconds(one) == 1.0  # nothing was planned
+    nothing = np.zeros(2)
+    step = Walked(10.0, np.array([attention, 2.0]), np.array([other, 0.0]), nothing, nothing)
+    search._steps[choose._key(two)] = step
+    assert search.least_seconds(one) == pytest.approx(least)
+    other_placing = replace(one, placing=Placing.of_all(np.ones(2), np.ones(2)))
+    assert search.least_seconds(other_placing) == 1.0
+
+
+def test_a_candidate_that_cannot_be_faster_is_passed_over():
+    placing = Placing.of_all(np.ones(1), np.ones(1))
+    listed = [Candidate(placing, 1.0, "over few", 0.01, number) for number in range(3)]
+    planned = []
+
+    def plan(candidate):
+        planned.append(candidate.nano_batches)
+        nothing = np.zeros(1)
+        step = Walked(4.0 - candidate.nano_batches, nothing, nothing, nothing, nothing)
+        return PlannedCandidate(candidate, (), [], None, step)
+
+    fastest = fastest_of(listed, plan, lambda candidate: {1: 3.97}.get(candidate.nano_batches, 1.0))
+    assert planned == [0, 2]
+    assert fastest.seconds == 2.0
+
+
+@pytest.mark.parametrize(
     ("bandwidth", "ranks", "seconds"),
     [
         pytest.param(1e5, [4, 4, 4, 4], 6.7396, id="over all where rows travel fast"),

@@ -16,7 +16,7 @@ import hf_distca
 from hf_distca.dispatch.recorder import Span, Work
 from hf_distca.planner.micro_batch import plan_micro_batch
 from hf_distca.planner.settings import PlanSettings
-from hf_distca.predict.corrections import Corrections
+from hf_distca.predict.corrections import Corrections, expected_seconds
 from hf_distca.predict.device_profile import DeviceProfile
 from hf_distca.predict.seconds import KernelCost, KindCosts, LinkCost, Links, MixingCosts, StepCosts
 from hf_distca.profiling import costs as costs_module
@@ -192,8 +192,22 @@ def corrected(
     measured.
     """
     seen = np.array(steps).transpose(0, 2, 1) * np.array([[KERNEL], [between]])
-    nodes, bytes_per_value = SETTINGS.node_of_ranks, SETTINGS.bytes_per_value
-    return known.after(costs, [[PLAN]] * len(steps), seen, nodes, bytes_per_value)
+    settings = (SETTINGS.node_of_ranks, SETTINGS.bytes_per_value)
+    of_ranks = [expected_seconds([PLAN], rank, costs, *settings) for rank in range(2)]
+    expected = np.broadcast_to(np.transpose(of_ranks), seen.shape)
+    return known.after(costs, expected, seen)
+
+
+def test_a_rank_expects_the_seconds_of_its_pod():
+    plan = plan_micro_batch([4, 2], SETTINGS)
+    costs = replace(COSTS, slowness=(1.0, 1.0, 2.0, 3.0))
+    expected = [
+        expected_seconds([replace(plan, first_rank=2)], rank, costs, (0, 0, 0, 0), 4)
+        for rank in (2, 3)
+    ]
+    # Of 13 pairs the ranks compute 7 and 6, the third and the fourth rank of all.
+    kernel = [slowness * LAYERS * 3.0 * count for slowness, count in ((2.0, 7), (3.0, 6))]
+    assert expected == [(kernel[0], BETWEEN), (kernel[1], (LAYERS - 1) * (4.0 * 2 + 1))]
 
 
 def test_costs_that_are_off_are_scaled_by_the_median_of_the_steps():

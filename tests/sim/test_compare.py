@@ -17,7 +17,13 @@ from hf_distca.predict.step_costs import on_a_gpu
 from hf_distca.run import RunSpec
 from hf_distca.sim.compare import DRAWN_FOR_RANKS, Compared, StrategyFigures, advice, simulate
 from hf_distca.sim.context_parallel import Group
-from hf_distca.sim.strategies import all_strategies, plain, planned, whole_documents
+from hf_distca.sim.strategies import (
+    all_strategies,
+    plain,
+    planned,
+    step_of_plan,
+    whole_documents,
+)
 
 KIND = AttentionKind(None, 2, 1, 4, 4)
 MODEL = ModelShape(
@@ -175,11 +181,23 @@ OF_FOUR = {"ranks": 4, "rows_per_rank": 512, "balance_block_size": 16}
 
 @pytest.mark.parametrize("layout", ["auto", "fixed"])
 def test_planned_attention_on_free_links_takes_the_mean(layout):
-    step, plan = planned(UNEVEN, changed(**OF_FOUR, document_layout=layout))
+    step, (plan,) = planned(UNEVEN, changed(**OF_FOUR, document_layout=layout))
     mean = PER_PAIR * float((UNEVEN * (UNEVEN + 1) / 2).sum()) / 4
     assert step.attention.max() == pytest.approx(mean, rel=0.015)
     assert step.seconds == pytest.approx(step.attention.max(), rel=1e-6)
     assert plan.summary.max_over_mean < 1.011
+
+
+def test_pods_are_steps_of_their_own_that_end_together():
+    lengths = np.array([200, 190, 100, 90, 60, 60])
+    run = changed(**OF_FOUR, document_layout="auto", pod_ranks=2)
+    run = replace(run, plans=replace(run.plans, costs=run.costs))
+    step, plans = planned(lengths, run)
+    assert [plan.ranks for plan in plans] == [range(0, 2), range(2, 4)]
+    alone = [step_of_plan(plan, replace(run, plans=run.plans.of_pod(plan.ranks))) for plan in plans]
+    assert step.seconds == max(pod.seconds for pod in alone)
+    assert step.attention.tolist() == [*alone[0].attention, *alone[1].attention]
+    assert step.tokens_most == max(int(plan.tokens.max()) for plan in plans)
 
 
 def test_servers_take_their_share_of_planned_attention():
@@ -196,7 +214,7 @@ def test_a_server_is_on_a_node_of_its_own():
     seconds = []
     for ranks_per_node in (1, 2):
         run = changed(profile=replace(PROFILE, exchange=slow), ranks_per_node=ranks_per_node)
-        step, plan = with_servers(1, run).step(np.array([8, 8]))
+        step, (plan,) = with_servers(1, run).step(np.array([8, 8]))
         assert plan.summary.exchange.bytes_total > 0
         seconds.append(step.seconds)
     assert seconds[0] == seconds[1]

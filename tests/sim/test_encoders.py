@@ -78,7 +78,7 @@ def test_images_of_a_cut_document_are_cut():
 
 
 def test_a_plan_divides_images_and_all_ranks_wait_for_them():
-    step, plan = planned(LENGTHS, RUN)
+    step, (plan,) = planned(LENGTHS, RUN)
     seen = with_encoders(step, plan, images(30.0, 20.0), LENGTHS, RUN)
     assert seen.encoder is not None
     assert sorted(seen.encoder.tolist()) == [20, 30]

@@ -77,6 +77,29 @@ def test_times_of_spans():
     assert shown[4]["args"] == of_work | {"rows_sent": 2, "rows_received": 5, "number": 0}
 
 
+def test_rows_of_a_pod_go_to_its_ranks():
+    spans = [
+        Span("send", "keys", None, 10.1, 10.2, rows=Rows((7, 2), (7, 5), 2)),
+        Span("wait", "keys", None, 10.3, 10.4),
+    ]
+    trace = rank_trace(spans, rank=5, world=8, members=(3, 4, 5, 6), zero=(9.5, 0.0))
+    (exchange,) = (event for event in trace["traceEvents"] if event.get("cat") == "exchange")
+    assert exchange["args"] == {"rows_sent": 2, "rows_received": 5, "number": 0}
+    other = rank_trace(
+        [spans[0]._replace(rows=Rows((2, 7), (5, 7), 2)), spans[1]],
+        rank=6,
+        world=8,
+        members=(3, 4, 5, 6),
+        zero=(9.5, 0.0),
+    )
+    ids = [
+        {event["id"] for event in each["traceEvents"] if event["ph"] in "sf"}
+        for each in (trace, other)
+    ]
+    assert len(ids[0]) == 2
+    assert ids[0] == ids[1]
+
+
 def test_simultaneous_exchanges_lie_on_several_tracks_and_later_ones_on_the_first_that_is_free():
     spans = []
     for part, begin, end in (

@@ -24,7 +24,9 @@ from transformers.integrations import liger
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from hf_distca.checks.run_rules import Run as Refused
-from tests.models_and_batches import SMALL, small_model
+from hf_distca.dispatch.dispatcher import Dispatcher
+from hf_distca.plan import MicroBatchPlan
+from tests.models_and_batches import SMALL, random_documents, small_model
 from tests.trainer.chats import chats, prompts, tokenizer
 from tests.trainer.comparison import (
     CHECKPOINTING,
@@ -53,6 +55,20 @@ def lora(*modules: str, **settings: Any) -> peft.LoraConfig:
         target_modules=list(modules),
         **settings,
     )
+
+
+LENGTHS_OF_PODS = [96, 50, 30, 16, *LENGTHS[4:]]
+"""Documents of which the first four fill two pods of two ranks, and the fifth needs four ranks."""
+
+
+def noting_ranks(bind: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `Dispatcher.bind` that notes the ranks of each plan."""
+
+    def noted(self: Any, plan: MicroBatchPlan) -> Any:
+        self.planned_ranks = [*getattr(self, "planned_ranks", []), plan.ranks]
+        return bind(self, plan)
+
+    return noted
 
 
 def in_4_bits(implementation: str) -> nn.Module:
@@ -473,6 +489,19 @@ TRAININGS: dict[str, Run] = {
         given_planned=lambda: {"data_collator": DataCollatorWithFlattening()},
     ),
     "two nodes": Run(planned={"ranks_per_node": 2, "exchange_buffer_bytes": 1024}),  # 16 rows
+    "two pods": Run(
+        example=lambda index, example: {
+            "input_ids": random_documents(LENGTHS_OF_PODS)[index].tolist()
+        },
+        planned={
+            "document_layout": "auto",
+            "device_profile": "h100",
+            "ranks_per_node": 2,
+            "pod_ranks": 2,
+        },
+        patched=lambda patch: patch.setattr(Dispatcher, "bind", noting_ranks(Dispatcher.bind)),
+        after=lambda trainer: trainer.dispatcher.planned_ranks,
+    ),
     "parallelism_config": Run(
         planned={
             **{
@@ -560,6 +589,7 @@ TOGETHER: list[tuple[str, tuple[str, ...]]] = [
     ("fsdp by transformers", ("LoRA on q_proj only", "evaluated before")),
     ("replicated shards", ("parallelism_config", "evaluated after")),
     ("fsdp2 on four ranks", ("two nodes", "bf16", "LoRA on v_proj only")),
+    ("fsdp2 on four ranks", ("two pods",)),
 ]
 """What is trained at once, by strategy: what `make test` tries; `make features` tries each feature
 by itself."""

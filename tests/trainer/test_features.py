@@ -275,6 +275,12 @@ def test_ranks_on_two_nodes_exchange_in_stages(run):
         assert largest(result, "exchange_bytes_between_nodes") > 0
 
 
+def test_ranks_train_in_pods_whose_size_changes(run):
+    results = run("fsdp2 on four ranks", "two pods")
+    pods = [result["after"][:2] for result in results]
+    assert pods == [[range(0, 2), range(4)]] * 2 + [[range(2, 4), range(4)]] * 2
+
+
 def _refusals_and_memory(folder: str) -> None:
     """Models, data and settings that cannot be trained are refused on this rank; its share of a
     model is counted.

@@ -13,7 +13,13 @@ from hf_distca.kernels.speed import peak_flops
 from hf_distca.plan import ExchangeFigures, PlanChoice, PlanSummary
 from hf_distca.planner.micro_batch import PlanSettings, plan_micro_batch
 from hf_distca.trainer import metrics
-from hf_distca.trainer.metrics import Remedies, StepMeter, predicted_attention
+from hf_distca.trainer.metrics import (
+    Remedies,
+    StepMeter,
+    attention_as_chosen,
+    attention_as_shared,
+    of_all_pods,
+)
 from tests.models_and_batches import SMALL_KIND, small_model
 from tests.trainer.small_trainers import LENGTHS, make_trainer
 
@@ -112,11 +118,14 @@ def figures_of(clock):
             padded: the shape of padded batches.
             shared: rows of each padded batch that are shared.
         """
-        others = [] if other_rank is None else [other_rank]
+
+        def of_ranks(own: Any) -> list[Any]:
+            return [own] if other_rank is None else [own, (*other_rank, *own[3:])]
+
         dispatcher = SimpleNamespace(
             settings=SimpleNamespace(nodes=nodes),
             recorder=SimpleNamespace(seconds=clock.seconds),
-            groups=SimpleNamespace(all_gather=lambda value: [value, *others], ranks=2),
+            groups=SimpleNamespace(all_gather=of_ranks, rank=0, ranks=2),
             device=torch.device("cpu"),
             remote=None,
         )
@@ -152,6 +161,7 @@ def bound_plan(exchange: list[int], choice: PlanChoice | None, shared: int) -> A
         shared_rows=shared,
         summary=PlanSummary(1.5, 1.0, ExchangeFigures(*exchange)),
         choice=choice,
+        first_rank=0,
         nano_batches=(),
     )
     return SimpleNamespace(plan=plan, ran=SimpleNamespace(layers_in_turns=1, layers=2), stages=1)
@@ -254,12 +264,27 @@ def test_predicted_attention_time():
     busiest = 10 + 6
     other = 3 + 3
     expected = (7.0 + 4.0) * busiest / (busiest + other)
-    assert predicted_attention({SMALL_KIND: 2}, plans, [7.0, 4.0]) == pytest.approx(expected)
-    # Plans that were chosen carry their prediction; the busiest rank is that of all micro-batches
-    # together.
+    assert attention_as_shared({SMALL_KIND: 2}, plans, [7.0, 4.0]) == pytest.approx(expected)
+    assert attention_as_chosen(plans, 0) is None
+    # Plans that were chosen carry the prediction of each rank, all micro-batches together.
     choices = [PlanChoice(1, 1, 0.01, 9.0, attention) for attention in ((5.0, 1.0), (1.0, 6.0))]
     chosen = [replace(plan, choice=choice) for plan, choice in zip(plans, choices, strict=True)]
-    assert predicted_attention({SMALL_KIND: 2}, chosen, [100.0, 100.0]) == 7.0
+    assert [attention_as_chosen(chosen, rank) for rank in range(2)] == [6.0, 7.0]
+    # The ranks of a plan are those of a pod.
+    assert attention_as_chosen([replace(plan, first_rank=2) for plan in chosen], 3) == 7.0
+
+
+def test_figures_of_pods_are_those_of_the_slowest_and_shares_are_means():
+    of_ranks = [
+        {"imbalance_degree": 1.5, "plans_without_exchange": 0.0, "exchange_bytes": 8.0},
+        {"imbalance_degree": 1.25, "plans_without_exchange": 0.5, "exchange_bytes": 9.0},
+    ]
+    assert of_all_pods(of_ranks) == {
+        "imbalance_degree": 1.5,
+        "plans_without_exchange": 0.25,
+        "exchange_bytes": 9.0,
+    }
+    assert of_all_pods(of_ranks[:1] * 3) == of_ranks[0]
 
 
 def test_what_the_planner_chose_or_few_steps_had_is_no_problem(caplog):

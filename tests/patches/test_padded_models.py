@@ -471,7 +471,7 @@ are equal, and one is a prefix of another."""
 TREE_TOKENS = [sum(sum(PARTS[:parts]) + own for parts, own in trees) for trees in TREES]
 
 
-def batch_with_prefixes(rank: int) -> dict[str, Tensor]:
+def batch_with_prefixes(rank: int, side: str = "right") -> dict[str, Tensor]:
     """Sequences with equal prefixes, on this rank and on others, over up to five levels."""
     generator = torch.Generator().manual_seed(3)
     text = torch.randint(3, 64, (sum(PARTS),), generator=generator)
@@ -481,10 +481,11 @@ def batch_with_prefixes(rank: int) -> dict[str, Tensor]:
         prefix = text[: sum(PARTS[:parts])]
         draw = torch.Generator().manual_seed(own)
         tokens = torch.cat([prefix, torch.randint(3, 64, (own,), generator=draw)])
-        input_ids_BL[sequence, : len(tokens)] = tokens
-        mask_BL[sequence, : len(tokens)] = 1
+        first = 44 - len(tokens) if side == "left" else 0
+        input_ids_BL[sequence, first : first + len(tokens)] = tokens
+        mask_BL[sequence, first : first + len(tokens)] = 1
     labels_BL = torch.where(mask_BL == 1, input_ids_BL, -100)
-    labels_BL[:, 0] = -100
+    labels_BL[mask_BL.cumsum(1) == 1] = -100
     return {"input_ids": input_ids_BL, "attention_mask": mask_BL, "labels": labels_BL}
 
 
@@ -495,13 +496,14 @@ def compare_shared_with_stock(
     *,
     lora: bool = False,
     checkpointing: bool = False,
+    side: str = "right",
 ) -> tuple[int, int, int]:
     """Compare with stock attention.
 
     Returns:
         Rows that were not computed, rows that were, and the number of stages.
     """
-    batch = batch_with_prefixes(dist.get_rank())
+    batch = batch_with_prefixes(dist.get_rank(), side)
     model, stock = small_model(name, "distca"), small_model(name, "eager")
     config = DistCAConfig(
         tokens_per_rank=64,
@@ -565,6 +567,24 @@ def test_equal_prefixes_are_computed_once(rank_pools, name, ranks, subtests):
             assert shared + computed == sum(TREE_TOKENS[:ranks])
             assert shared >= 20 * ranks
             assert (stages > 1) is ("exchange_buffer_bytes" in settings)
+
+
+def share_with_left_padding() -> dict[str, tuple[int, int]]:
+    """By model, the rows that are not computed with unequal padding before and after sequences."""
+    return {
+        name: tuple(
+            compare_shared_with_stock(name, 4, {}, side=side)[0] for side in ("left", "right")
+        )
+        for name in ("llama", "windows", "learned positions")
+    }
+
+
+def test_sequences_with_unequal_left_padding_share_prefixes(rank_pools):
+    (shared, _) = rank_pools[2].run(share_with_left_padding)
+    left, right = shared.pop("learned positions")
+    assert left < right  # most first tokens are in different columns
+    for left, right in shared.values():
+        assert left == right > 0
 
 
 def message_of_opt(calls_backbone: bool) -> str | None:

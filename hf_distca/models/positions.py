@@ -65,8 +65,9 @@ def _reads_positions(node: ast.AST) -> bool:
     """Return whether a node is a name of positions, or the string by which keywords have them."""
     if isinstance(node, ast.Constant):
         return bool(node.value == POSITIONS)
-    is_read = isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)
-    return is_read and node.id.endswith(POSITIONS)  # such as text_position_ids
+    if not isinstance(node, ast.Name) or not isinstance(node.ctx, ast.Load):
+        return False
+    return node.id.endswith(POSITIONS)  # such as text_position_ids
 
 
 def _handed_on(node: ast.AST) -> list[ast.expr]:

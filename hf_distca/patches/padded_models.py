@@ -17,11 +17,15 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from transformers.utils.generic import ModelOutput
 
 from hf_distca.checks.batch_rules import Batch
-from hf_distca.checks.refusal import given_as
+from hf_distca.checks.model_rules import Models
+from hf_distca.checks.refusal import check, given_as
 from hf_distca.collator.documents import TOKEN_TYPES
 from hf_distca.dispatch.padded_rows import PackedBatch, PaddedBatch, PaddedBatches
 from hf_distca.models import positions
 from hf_distca.models.decoder import backbone, base_model, stock_forward
+from hf_distca.models.model_facts import GivenModel
+from hf_distca.models.sharing import log_no_sharing
+from hf_distca.patches import noise
 from hf_distca.patches.image_inputs import read_padded_images
 from hf_distca.patches.modules import subclass, uncompiled
 from hf_distca.patches.offload import wrap_checkpoints
@@ -40,7 +44,11 @@ def pack_backbone(model: nn.Module, batches: PaddedBatches) -> None:
 
     The model is prepared by `prepare_model`, or is never trained. It may be wrapped by FSDP2 or
     DeepSpeed already.
+
+    Raises:
+        ValueError: The model's head reads padding.
     """
+    check((Models.READS_PADDING,), GivenModel(model))
     base: Any = base_model(model)
     packed: Any = backbone(base)
     if not isinstance(packed, PackedBackbone):
@@ -143,11 +151,21 @@ class PackedBackbone(nn.Module):
         results = []
         for inputs, plan in packed.micro_batches:
             wrap_checkpoints(self, plan)
-            results.append(forward(**inputs, **other_arguments, **{PLAN_KEY: plan}))
+            with noise.noise_of_rows(self, inputs) as of_model:
+                results.append(forward(**of_model, **other_arguments, **{PLAN_KEY: plan}))
         return _padded_result(results, packed)
 
     def padded_batch(self, arguments: dict[str, Any]) -> PaddedBatch:
         """Return the padded batch among the arguments, with its images if the model takes any."""
+        batch = self._batch_of(arguments)
+        if not noise.is_drawn(self):
+            return batch
+        rank = self.batches.dispatcher.groups.rank
+        log_no_sharing(noise.REASON, rank)
+        columns = noise.columns_of_noise(batch.mask, rank)
+        return PaddedBatch(batch.columns | columns, batch.mask, batch.images)
+
+    def _batch_of(self, arguments: dict[str, Any]) -> PaddedBatch:
         model = self.batches.image_model
         from_first_token = self.counts_from_first_token
         if model is None:

@@ -27,6 +27,10 @@ if TYPE_CHECKING:
     from hf_distca.trainer.arguments import DistCATrainingArguments as DistCATrainingArguments
     from hf_distca.trainer.assembly import make_dispatcher as make_dispatcher
     from hf_distca.trainer.assembly import pack_padded as pack_padded
+    from hf_distca.trainer.distillation import DistCADistillationConfig as DistCADistillationConfig
+    from hf_distca.trainer.distillation import (
+        DistCADistillationTrainer as DistCADistillationTrainer,
+    )
     from hf_distca.trainer.mixin import DistCAMixin as DistCAMixin
     from hf_distca.trainer.padded import DistCAPaddedMixin as DistCAPaddedMixin
     from hf_distca.trainer.preference import DistCADPOConfig as DistCADPOConfig
@@ -56,6 +60,8 @@ _MODULES = {
         for name in ("DPO", "GRPO", "KTO", "RLOO", "Reward")
         for kind in ("Config", "Trainer")
     },
+    "DistCADistillationConfig": "trainer.distillation",
+    "DistCADistillationTrainer": "trainer.distillation",
     "DistCAMixin": "trainer.mixin",
     "DistCAPaddedArguments": "trainer.arguments",
     "DistCAPaddedMixin": "trainer.padded",

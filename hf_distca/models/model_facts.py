@@ -394,14 +394,18 @@ def check_is_model(model: Any) -> None:
     check_first(OBJECT, GivenModel(model))
 
 
-def check_model(model: PreTrainedModel, *, ping_pong: bool = False) -> None:
+def check_model(
+    model: PreTrainedModel, *, ping_pong: bool = False, may_be_wrapped: bool = False
+) -> None:
     """Raise ValueError if a planned step of a model would be wrong.
 
     Args:
         model: a model of transformers, or PEFT's around one.
         ping_pong: whether the settings demand ping-pong.
+        may_be_wrapped: whether FSDP2 or DeepSpeed may have wrapped the model.
     """
-    check_is_model(model)
+    if not may_be_wrapped:
+        check_is_model(model)
     for adapter in adapters_of(model):
         check_first(ADAPTERS, adapter)
     facts = ModelFacts(base_model(model), ping_pong=ping_pong)

@@ -85,6 +85,7 @@ class Kind:
     arguments: Mapping[str, Any] = field(default_factory=dict)
     given: Mapping[str, Any] = field(default_factory=dict)
     loader: Any = AutoModelForCausalLM
+    has_teacher: bool = False
 
     def classes(self, *, planned: bool) -> tuple[Any, Any]:
         if planned:
@@ -104,6 +105,17 @@ KINDS = {
 }
 
 
+DISTILLATION = Kind("Distillation", asked, {"max_completion_length": 24}, has_teacher=True)
+TEACHER = {
+    "hidden_size": 48,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 3,
+    "head_dim": 8,
+    "num_hidden_layers": 3,
+}
+"""What the teacher has besides, so that its core attention is another kind than the student's."""
+
+
 @dataclass(frozen=True)
 class Case:
     """What is set in a training."""
@@ -120,13 +132,17 @@ class Case:
     )
 
 
+def kind_of(case: Case) -> Kind:
+    return DISTILLATION if case.kind == "distillation" else KINDS[case.kind]
+
+
 def saved_model(folder: str, case: Case) -> str:
     """The folder of a small model that every rank can load; rank 0 saves it."""
     path = f"{folder}/model"
     if dist.get_rank() == 0:
         small_model(**case.model).save_pretrained(path)
         tokenizer().save_pretrained(path)
-        KINDS[case.kind].data().save_to_disk(f"{path}/data")
+        kind_of(case).data().save_to_disk(f"{path}/data")
     dist.barrier()
     return path
 
@@ -134,7 +150,7 @@ def saved_model(folder: str, case: Case) -> str:
 def train(folder: str, case: Case, planned: bool, exact: bool = False) -> dict[str, Any]:
     """Logs and changed weights of a training; with `exact` in float32."""
     unset_hf_deepspeed_config()
-    kind = KINDS[case.kind]
+    kind = kind_of(case)
     trainer_class = kind.classes(planned=planned)[0]
     config_class = kind.classes(planned=True)[1]
     path = saved_model(folder, case)
@@ -170,6 +186,8 @@ def train(folder: str, case: Case, planned: bool, exact: bool = False) -> dict[s
             **kind.given,
             **case.given(),
         }
+        if kind.has_teacher:
+            given["teacher_model"] = small_model(implementation="sdpa", **TEACHER)
         if case.evaluates:
             given["eval_dataset"] = data.select(range(10))
         trainer = trainer_class(model, args=config_class(**arguments), **given)
@@ -238,9 +256,11 @@ def compare(
         assert difference <= allowed, (name, difference, float(expected_value.norm()))
 
 
-def compare_with_stock(folder: str, case: Case, within: float) -> list[dict[str, Any]]:
+def compare_with_stock(
+    folder: str, case: Case, within: float, besides: str = ""
+) -> list[dict[str, Any]]:
     """Figures of all logs of a training that was compared with TRL's own trainer on all ranks."""
     expected = train(folder, case, planned=False)
     trained = train(folder, case, planned=True)
-    compare(trained, expected, within)
+    compare(trained, expected, within, besides)
     return list(trained["figures"])

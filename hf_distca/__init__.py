@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from hf_distca.trainer.distillation import (
         DistCADistillationTrainer as DistCADistillationTrainer,
     )
+    from hf_distca.trainer.gkd import DistCAGKDConfig as DistCAGKDConfig
+    from hf_distca.trainer.gkd import DistCAGKDTrainer as DistCAGKDTrainer
     from hf_distca.trainer.mixin import DistCAMixin as DistCAMixin
     from hf_distca.trainer.padded import DistCAPaddedMixin as DistCAPaddedMixin
     from hf_distca.trainer.preference import DistCADPOConfig as DistCADPOConfig
@@ -62,6 +64,8 @@ _MODULES = {
     },
     "DistCADistillationConfig": "trainer.distillation",
     "DistCADistillationTrainer": "trainer.distillation",
+    "DistCAGKDConfig": "trainer.gkd",
+    "DistCAGKDTrainer": "trainer.gkd",
     "DistCAMixin": "trainer.mixin",
     "DistCAPaddedArguments": "trainer.arguments",
     "DistCAPaddedMixin": "trainer.padded",

@@ -1,6 +1,6 @@
-"""DistCADistillationTrainer: TRL's DistillationTrainer, whose student and teacher are packed alike.
+"""TRL's trainers of distillation, whose student and teacher are packed alike.
 
-Arguments, data, rollouts, loss and metrics are TRL's. TRL computes the divergence of both models in
+Arguments, data, rollouts, loss and metrics are TRL's. The divergence of both models is computed in
 tiles of their logits, so that no tensor has a value for each row and each token of the vocabulary.
 """
 
@@ -18,6 +18,7 @@ from hf_distca.server_settings import AttentionServers
 from hf_distca.trainer import parallel
 from hf_distca.trainer.arguments import DistCAPaddedArguments
 from hf_distca.trainer.assembly import pack_padded
+from hf_distca.trainer.padded import DistCAPaddedMixin
 from hf_distca.trainer.preference import RolloutMixin
 
 try:
@@ -26,8 +27,8 @@ except ModuleNotFoundError as error:
     if error.name != "trl":
         raise
     raise PackageError(
-        "DistCADistillationTrainer is based on TRL, which is not installed; run pip install "
-        "'hf_distca[trl]'"
+        "DistCADistillationTrainer and DistCAGKDTrainer are based on TRL, which is not installed; "
+        "run pip install 'hf_distca[trl]'"
     ) from error
 
 NEVER_TRAINED = {
@@ -38,18 +39,14 @@ NEVER_TRAINED = {
 """Settings of a teacher, which has no backward. Ranks compute its core attention themselves."""
 
 
-@dataclass
-class DistCADistillationConfig(DistCAPaddedArguments, DistillationConfig):
-    """`trl.DistillationConfig` with the settings of `DistCAConfig`."""
+class TeacherMixin(DistCAPaddedMixin):
+    """A teacher beside the model, which computes the same padded batches packed.
 
-
-class DistCADistillationTrainer(RolloutMixin, DistillationTrainer):
-    """TRL's `DistillationTrainer`, whose student and teacher compute padded batches packed.
-
-    `args` is a `DistCADistillationConfig`. The teacher has plans of its own, without a backward,
-    because its heads, windows and layers may differ from those of the student.
+    The teacher has plans of its own, without a backward, because its heads, windows and layers may
+    differ from those of the student.
     """
 
+    teacher_model: Any
     _teacher_dispatcher: Dispatcher | None = None
 
     def _pack_models(self) -> None:
@@ -83,15 +80,27 @@ class DistCADistillationTrainer(RolloutMixin, DistillationTrainer):
             **{**facts, "checkpointing": None},
         )
 
+    def close(self) -> None:
+        """Close the process groups of the student and of the teacher, as `DistCATrainer` does."""
+        super().close()
+        if self._teacher_dispatcher is not None:
+            self._teacher_dispatcher.close()
+
+
+@dataclass
+class DistCADistillationConfig(DistCAPaddedArguments, DistillationConfig):
+    """`trl.DistillationConfig` with the settings of `DistCAConfig`."""
+
+
+class DistCADistillationTrainer(TeacherMixin, RolloutMixin, DistillationTrainer):
+    """TRL's `DistillationTrainer`, whose student and teacher compute padded batches packed.
+
+    `args` is a `DistCADistillationConfig`.
+    """
+
     def _plan_ahead(self, batches: list[dict[str, Tensor]]) -> None:
         """Begin to plan batches of the student, and of the teacher without a backward."""
         super()._plan_ahead(batches)
         if self.teacher_model is not None:
             with torch.no_grad():
                 plan_ahead(self._teacher(), batches)
-
-    def close(self) -> None:
-        """Close the process groups of the student and of the teacher, as `DistCATrainer` does."""
-        super().close()
-        if self._teacher_dispatcher is not None:
-            self._teacher_dispatcher.close()

@@ -604,7 +604,8 @@ def compare_noise() -> tuple[float, float, float]:
     value, each over that of stock. Then the largest value in a batch of other ranks' columns.
     """
     lengths = [[60] * 8, [20, 100]][dist.get_rank()]
-    batch = padded_batch(lengths, "left", 0)  # the same tokens on both ranks
+    batch = padded_batch(lengths, "left", 0)
+    batch["input_ids"].fill_(7)  # equal prefixes, which are shared without noise
     model, stock = small_model("llama", "distca"), small_model("llama", "eager")
     dispatcher = pack_padded(model, DistCAConfig(tokens_per_rank=512), torch.device("cpu"))
     handles = [activate_neftune(of_strategy, 5.0) for of_strategy in (model, stock)]

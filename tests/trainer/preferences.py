@@ -6,6 +6,7 @@ import re
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from importlib import import_module
 from typing import Any
 from unittest.mock import patch
 
@@ -13,14 +14,13 @@ import datasets
 import numpy as np
 import torch
 import torch.distributed as dist
-import trl
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 import hf_distca
 from hf_distca.planner import prefixes
 from tests.models_and_batches import exchanging, small_model, with_planning
-from tests.trainer.chats import WORDS, tokenizer
+from tests.trainer.chats import WORDS, chats, tokenizer
 from tests.trainer.comparison import QUIET, launched, whole
 
 COMMON: dict[str, Any] = {
@@ -86,13 +86,15 @@ class Kind:
     given: Mapping[str, Any] = field(default_factory=dict)
     loader: Any = AutoModelForCausalLM
     has_teacher: bool = False
+    package: str = "trl"
 
     def classes(self, *, planned: bool) -> tuple[Any, Any]:
         if planned:
             return getattr(hf_distca, f"DistCA{self.name}Trainer"), getattr(
                 hf_distca, f"DistCA{self.name}Config"
             )
-        return getattr(trl, f"{self.name}Trainer"), getattr(trl, f"{self.name}Config")
+        package = import_module(self.package)
+        return getattr(package, f"{self.name}Trainer"), getattr(package, f"{self.name}Config")
 
 
 ROLLOUTS = {"num_generations": 2, "max_completion_length": 24, "beta": 0.1}
@@ -105,7 +107,14 @@ KINDS = {
 }
 
 
-DISTILLATION = Kind("Distillation", asked, {"max_completion_length": 24}, has_teacher=True)
+TEACHING = {
+    "distillation": Kind("Distillation", asked, {"max_completion_length": 24}, has_teacher=True),
+    "gkd": Kind(
+        *("GKD", chats, {"max_new_tokens": 12}),
+        has_teacher=True,
+        package="trl.experimental.gkd",
+    ),
+}
 TEACHER = {
     "hidden_size": 48,
     "num_attention_heads": 6,
@@ -133,7 +142,7 @@ class Case:
 
 
 def kind_of(case: Case) -> Kind:
-    return DISTILLATION if case.kind == "distillation" else KINDS[case.kind]
+    return {**KINDS, **TEACHING}[case.kind]
 
 
 def saved_model(folder: str, case: Case) -> str:

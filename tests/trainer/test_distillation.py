@@ -13,14 +13,24 @@ from tests.trainer.preferences import Case, compare_with_stock, train
 WITHIN = 1e-4
 """Largest relative difference of a logged figure or of what a weight has learned, in float32."""
 STEPS = {"max_steps": 3, "temperature": 0.9}
+LONG = {"tokens_per_rank": 512}
 CASES = {
     "reverse KL": Case("distillation", arguments={**STEPS, "beta": 1.0}),
     "forward KL": Case("distillation", arguments={**STEPS, "beta": 0.0}),
     "JSD": Case("distillation", arguments={**STEPS, "beta": 0.3, "gradient_accumulation_steps": 2}),
     "fsdp2": Case("distillation", "fsdp2", {**STEPS, "beta": 0.3}),
     "zero3": Case("distillation", "zero3", {**STEPS, "beta": 0.3}),
+    # Rollouts of the student, and answers of the data.
+    "GKD": Case("gkd", arguments={**STEPS, "beta": 0.3, "lmbda": 0.5}, planned=LONG),
+    "GKD, forward KL, fsdp2": Case(
+        "gkd", "fsdp2", {**STEPS, "beta": 0.0, "lmbda": 0.0}, planned=LONG
+    ),
 }
-RANKS = {1: ["reverse KL"], 2: ["forward KL", "JSD", "fsdp2", "zero3"], 3: ["reverse KL"]}
+RANKS = {
+    1: ["reverse KL", "GKD"],
+    2: ["forward KL", "JSD", "GKD", "fsdp2", "GKD, forward KL, fsdp2", "zero3"],
+    3: ["reverse KL"],
+}
 MEANS = "entropy"
 """Figure that TRL computes of each micro-batch, and then takes the mean."""
 

@@ -68,6 +68,7 @@ lint: $(SETUP)
 types: $(SETUP)
 	@echo "Types: a minute."
 	$(BIN)/mypy
+	$(BIN)/mypy tests/user_script.py  # an installed package has types, and a misspelt argument is found
 
 # In the order of tests/conftest.py: by default files with the fewest tests come last, and those launch trainings.
 tests: $(SETUP)

@@ -137,7 +137,7 @@ def settings_of(lengths: list[int]) -> PlanSettings:
     kernel = get_kernel("cpu", CPU)
     return PlanSettings(
         ranks=1,
-        tokens_per_rank=sum(lengths),
+        rows_per_rank=sum(lengths),
         kinds=(AttentionKind(None, q_heads=4, kv_heads=2, dim_qk=64, dim_v=64),),
         bytes_per_value=4,
         row_overhead=kernel.row_overhead,

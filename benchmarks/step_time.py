@@ -199,7 +199,7 @@ def steps_of(ranks: int, tokens: int) -> tuple[dict[str, Callable[[], None]], di
         most = max(tokens, *(sum(row) for rows in held.values() for row in rows))
         for strategy, dispatcher in dispatchers.items():
             # No setting of the others is "auto", so that they choose nothing by costs.
-            settings = replace(dispatcher.settings, tokens_per_rank=most, document_layout="auto")
+            settings = replace(dispatcher.settings, rows_per_rank=most, document_layout="auto")
             plan = plan_micro_batch(lengths, settings)
             steps[f"{mix}, {strategy}"] = models.planned(plan, lengths, dispatcher)
             if (choice := plan.choice) is not None:

@@ -101,7 +101,7 @@ def targets_of_ranks(
     spans = batch.spans
     lengths = spans["stop"] - spans["start"]
     assert batch.trees is not None
-    most_rows = settings.ranks * settings.tokens_per_rank
+    most_rows = settings.ranks * settings.rows_per_rank
     paths = documents.prefixes.paths(spans, batch.trees, most_rows, joins=True)
     paths = paths or SequencePaths.unshared(lengths)
     tokens = plan_sequences(paths, lengths, settings).sequence_tokens

@@ -11,6 +11,7 @@ from hf_distca.patches.when_imported import when_imported
 from hf_distca.version import __version__ as __version__
 
 if TYPE_CHECKING:
+    from hf_distca.checks.refusal import RefusedError as RefusedError
     from hf_distca.cli.script import record as record
     from hf_distca.collator.collation import DistCACollator as DistCACollator
     from hf_distca.collator.padding_free import CollatorWithLengths as CollatorWithLengths
@@ -75,6 +76,7 @@ _MODULES = {
     "DistCATrainingArguments": "trainer.arguments",
     "GlobalBatchSampler": "collator.sampler",
     "PlanSettings": "planner.settings",
+    "RefusedError": "checks.refusal",
     "RunSpec": "run",
     "describe_run": "models.describe",
     "load_documents": "collator.sources",

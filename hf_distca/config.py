@@ -211,7 +211,7 @@ class DistCAConfig:
             ranks_per_node = numbers[0] if len(numbers) == 1 else numbers
         return {
             "ranks": ranks,
-            "tokens_per_rank": self.tokens_per_rank,
+            "rows_per_rank": self.tokens_per_rank,
             "document_layout": self.document_layout,
             **vars(self.planning),
             **({} if ranks > 1 or self.remote_workers else {"ping_pong": False}),

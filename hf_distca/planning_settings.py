@@ -55,8 +55,8 @@ class Planning:
     ping_pong: Switch = setting(
         AUTO,
         "Divide every micro-batch into two nano-batches, so that one computes while the rows of "
-        "the other travel. It applies with more than one rank or with dedicated attention "
-        "servers. 'auto' lets the planner choose for every micro-batch.",
+        "the other travel. It applies where rows travel. 'auto' lets the planner choose for "
+        "every micro-batch.",
     )
 
     def __post_init__(self) -> None:

@@ -143,7 +143,7 @@ def with_lora(model: PreTrainedModel) -> PreTrainedModel:
 
 def dispatcher_of_all_ranks(**settings: Any) -> Dispatcher:
     settings = {
-        "tokens_per_rank": 4096,
+        "rows_per_rank": 4096,
         "balance_block_size": 8,
         "kinds": small_kinds(),
         **settings,

@@ -720,8 +720,9 @@ GIVEN: Rows = [
         "a profile that is not there",
         lambda folder: train(folder, device_profile="nosuch.json"),
         (
-            "no device profile at 'nosuch.json': expected one of cpu, h100, h200, or a file that "
-            "hf-distca profile …"
+            "there is no device profile at 'nosuch.json' (FileNotFoundError…), but it is neither a "
+            "profile of the package nor a file that hf-distca profile wrote; give one of cpu, "
+            "h100, h200, or such a file"
         ),
     ),
     (

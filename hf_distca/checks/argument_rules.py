@@ -131,6 +131,13 @@ DISPATCHED: tuple[Rule, ...] = (
         ),
         condition="ranks as a list in `make_dispatcher`",
     ),
+    Rule(
+        "the mesh has the dimensions {0[mesh].mesh_dim_names} of sizes {0[mesh].shape}",
+        "ranks that train together are one dimension, that of the data-parallel ranks",
+        "pass that dimension, such as mesh['dp']",
+        lambda given: getattr(given["mesh"], "ndim", 1) != 1,
+        condition="a mesh of several dimensions in `make_dispatcher`",
+    ),
 )
 """Arguments of `make_dispatcher` that are objects of another kind."""
 

@@ -6,6 +6,8 @@
 from hf_distca.checks.batch_rules import CUT
 from hf_distca.checks.refusal import Refusal
 
+A_RANK, ALL_RANKS = "tokens_per_rank", "ranks · tokens_per_rank"
+"""Names of what a document must fit into: a rank, or all ranks together."""
 REMOVE_EMPTY = "remove empty documents: dataset.filter(lambda e: e['input_ids'])"
 
 

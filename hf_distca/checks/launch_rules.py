@@ -1,6 +1,7 @@
 """Rules of processes, of a launch, and of a trainer with model and accelerator."""
 
-from hf_distca.checks.refusal import Rule
+from hf_distca.checks.refusal import Refusal, Rule
+from hf_distca.checks.server_rules import ServerPool
 from hf_distca.checks.setting_names import CHECKPOINTING
 
 PROCESSES: tuple[Rule, ...] = (
@@ -42,6 +43,13 @@ NOT_CONNECTED = Rule(
     "alone, set WORLD_SIZE=1",
     lambda counts: counts.differ,
     condition="the launcher, torch.distributed and accelerate count different processes",
+)
+SHARED_GPU = Refusal(
+    "several ranks share a GPU: {shared}",
+    "NCCL takes one rank per GPU",
+    "start one process per GPU, each with its own torch.cuda.set_device(LOCAL_RANK); or use gloo, "
+    "with ddp_backend='gloo' or init_process_group('gloo')",
+    condition="several ranks on one GPU",
 )
 
 PLACED = "plans already divide a document of up to ranks * tokens_per_rank tokens among ranks"
@@ -123,12 +131,7 @@ TRAINER: tuple[Rule, ...] = (
             facts.is_divided and facts.is_adapted and max(facts.tp_size, facts.replicas) > 1
         ),
     ),
-    Rule(
-        "attention_servers={0.servers!r} is set with tensor parallelism (tp_size={0.tp_size})",
-        "servers serve one group of ranks, and ranks with different heads form separate groups",
-        "set attention_servers=0, or tp_size=1",
-        lambda facts: facts.tp_size > 1 and facts.servers != 0,
-    ),
+    ServerPool.TENSOR_PARALLEL,
     Rule(
         "gradient_accumulation_steps={0.accumulation} is set for "
         "{0.model} with tensor parallelism (tp_size={0.tp_size})",

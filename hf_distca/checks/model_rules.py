@@ -273,9 +273,10 @@ ADAPTERS: tuple[Rule, ...] = (
     ),
 )
 """Adapters of PEFT, each with its name and type."""
-OBJECT: tuple[Rule, ...] = (Models.WRAPPED, Models.NOT_A_MODEL, Models.NO_FORWARD)
+OBJECT: tuple[Rule, ...] = (Models.WRAPPED, Models.NOT_A_MODEL)
 """Rules of what is given as a model. Each rests on those before, so that the first one counts."""
 STRUCTURE: tuple[Rule, ...] = (
+    Models.NO_FORWARD,
     Models.NO_INTERFACE,
     Models.OWN_MASK,
     Models.NO_POSITIONS,

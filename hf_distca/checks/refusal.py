@@ -48,9 +48,14 @@ class Refusal:
 
     def error(self, *subject: Any, **values: Any) -> RefusedError:
         """Return the error with the message "found, but reason; remedy"."""
-        return RefusedError(
-            f"{self.found}, but {self.reason}; {self.remedy}".format(*subject, **values)
-        )
+        return RefusedError(self._message(*subject, **values))
+
+    def error_here(self, **values: Any) -> ValueError:
+        """Return the same error with a traceback: one rank alone may raise it, in a step."""
+        return ValueError(self._message(**values))
+
+    def _message(self, *subject: Any, **values: Any) -> str:
+        return f"{self.found}, but {self.reason}; {self.remedy}".format(*subject, **values)
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,8 @@
 from hf_distca.checks.refusal import Refusal, Rule
 from hf_distca.checks.setting_names import CHECKPOINTING
 
+STOCK_TRAINER = "train this model with stock attention and transformers' Trainer"
+"""Remedy where a plan cannot express a model."""
 WHOLE_WEIGHTS = frozenset(
     (
         *("adafactor", "came", "grokadamw", "lamb", "lars", "muon", "prodigy", "shampoo", "soap"),

@@ -15,6 +15,7 @@ from math import nan
 from pathlib import Path
 from typing import Any
 
+from hf_distca.checks.server_rules import ServerPool
 from hf_distca.cli import InputError
 from hf_distca.cli.arguments_file import CONFIG_HELP, settings_in
 from hf_distca.cli.names import MODEL_SOURCES
@@ -22,6 +23,7 @@ from hf_distca.config import DistCAConfig
 from hf_distca.plan.nodes import node_sizes
 from hf_distca.predict.device_profile import DeviceProfile
 from hf_distca.predict.shapes import ModelShape
+from hf_distca.progress import importing
 from hf_distca.run import RunSpec
 from hf_distca.units import AUTO, Switch, read_tokens
 
@@ -180,10 +182,7 @@ def config_of(arguments: Mapping[str, Any], options: argparse.Namespace) -> Dist
     except argparse.ArgumentTypeError as error:
         raise InputError(f"tokens_per_rank {error}") from error
     if config.remote_workers:
-        raise InputError(
-            f"{options.config} sets attention_servers, but ranks alone are planned here; leave it "
-            "out, and predict servers with hf-distca simulate --servers"
-        )
+        raise ServerPool.NOT_PLANNED.error(file=options.config)
     return config
 
 
@@ -218,15 +217,42 @@ def shown_nodes(config: DistCAConfig) -> str:
 
 
 def run_of(
-    config: DistCAConfig, model: ModelShape, ranks: int, planning: Mapping[str, Any], **facts: Any
+    config: DistCAConfig,
+    model: ModelShape,
+    ranks: int,
+    profile: DeviceProfile,
+    *,
+    document_layout: str,
+    checkpointing: bool,
+    **facts: Any,
 ) -> RunSpec:
-    """Describe the run that a command plans, see `RunSpec.of`.
+    """Describe the run that a command plans, with the costs of its kernel, see `RunSpec.of`.
 
     Raise ValueError if settings contradict each other or cannot be planned in time.
     """
-    nodes = nodes_of_ranks(config, ranks)
+    with importing("torch"):
+        from hf_distca.kernels import KERNELS
+
+    name = config.attention_kernel
+    if name == AUTO:
+        name = "cpu" if profile.name.startswith("CPU") else "torch_varlen"
+    planning = {
+        "document_layout": document_layout,
+        "bytes_per_value": profile.bytes_per_value,
+        "ranks_per_node": nodes_of_ranks(config, ranks),
+        "kernel": name,
+        "row_overhead": KERNELS[name].row_overhead,
+        "gather_cost": KERNELS[name].gather_cost,
+    }
     run = RunSpec.of(
-        config, model, ranks=ranks, planning={**planning, "ranks_per_node": nodes}, **facts
+        config,
+        model,
+        ranks=ranks,
+        profile=profile,
+        planning=planning,
+        checkpointing={} if checkpointing else None,
+        mixed=profile.bytes_per_value == 2,
+        **facts,
     )
     settings = run.plans
     rows = settings.exchange_buffer_bytes // settings.row_bytes(settings.dominant_kind).kv

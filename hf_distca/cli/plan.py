@@ -4,7 +4,7 @@ import argparse
 import json
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -42,7 +42,7 @@ from hf_distca.progress import TORCH_AND_TRANSFORMERS, importing, terminal_statu
 from hf_distca.run import STRATEGIES, RunSpec
 from hf_distca.sim.lengths import histogram
 from hf_distca.sim.report import plan_report
-from hf_distca.units import AUTO, counted
+from hf_distca.units import counted
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -232,31 +232,15 @@ def _model_and_run(
             model = fake_model(options.model)
         shape, layout = model_shape(model), document_layout(model, config)
 
-    planning = {"document_layout": layout, "bytes_per_value": profile.bytes_per_value}
     run = run_of(
         config,
         shape,
         options.ranks,
-        planning,
-        profile=profile,
-        checkpointing={} if checkpointing else None,
-        mixed=profile.bytes_per_value == 2,
+        profile,
+        document_layout=layout,
+        checkpointing=checkpointing,
     )
-
-    with importing("torch"):
-        from hf_distca.kernels import KERNELS
-
-    name = config.attention_kernel
-    if name == AUTO:
-        name = "cpu" if profile.name.startswith("CPU") else "torch_varlen"
-    kernel = KERNELS[name]
-    plans = replace(
-        run.plans,
-        kernel=name,
-        row_overhead=kernel.row_overhead,
-        gather_cost=kernel.gather_cost,
-    )
-    return model, replace(run, plans=plans)
+    return model, run
 
 
 def _plan(lengths: Lengths, settings: PlanSettings) -> MicroBatchPlan:
@@ -330,7 +314,7 @@ def _figures_of_report(
             "lengths": options.lengths,
             "model": options.model,
             "ranks": settings.ranks,
-            "tokens_per_rank": settings.tokens_per_rank,
+            "tokens_per_rank": settings.rows_per_rank,
             "document_layout": settings.document_layout,
             **({} if changed is None else {"planning": changed}),
             "ranks_per_node": shown_nodes(config),
@@ -384,7 +368,7 @@ def _table(
         ),
         "layout": (
             f"{settings.document_layout}, {counted(settings.ranks, 'rank')} of at most "
-            f"{counted(settings.tokens_per_rank, 'token')}"
+            f"{counted(settings.rows_per_rank, 'token')}"
         ),
         "model and costs": f"{options.model}, {run.device.name}",
         **({"settings of --config": ", ".join(names) or "none"} if options.config else {}),

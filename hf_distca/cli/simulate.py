@@ -139,12 +139,11 @@ def run(options: argparse.Namespace) -> None:
             config,
             shape,
             options.ranks,
-            {"document_layout": layout, "bytes_per_value": profile.bytes_per_value},
-            profile=profile,
+            profile,
+            document_layout=layout,
+            checkpointing=checkpointing,
             tensor_parallel=options.tensor_parallel,
-            checkpointing={} if checkpointing else None,
             strategy="fsdp2",
-            mixed=profile.bytes_per_value == 2,
         )
 
         with importing(TORCH_AND_TRANSFORMERS):

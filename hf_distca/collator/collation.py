@@ -10,6 +10,7 @@ import torch
 from torch.utils.data import Dataset
 
 from hf_distca.batches.limits import IGNORED_TARGET
+from hf_distca.checks.step_rules import PlannedStep
 from hf_distca.collator.dataset_prefixes import DatasetPrefixes
 from hf_distca.collator.documents import (
     A_DATASET,
@@ -196,9 +197,9 @@ class DistCACollator:
         >>> from hf_distca.collator.sampler import GlobalBatchSampler, fit_documents
         >>> from hf_distca.planner.settings import PlanSettings
         >>> dataset = [{"input_ids": [11, 12, 13, 14]}, {"input_ids": [21, 22]}]
-        >>> settings = PlanSettings(ranks=2, tokens_per_rank=3, document_layout="fixed")
+        >>> settings = PlanSettings(ranks=2, rows_per_rank=3, document_layout="fixed")
         >>> lengths = document_lengths(dataset, progress=False)
-        >>> spans = fit_documents(lengths, 6, "error", "ranks · tokens_per_rank")
+        >>> spans = fit_documents(lengths, 6, "error", "all ranks")
         >>> for rank in range(2):
         ...     loader = DataLoader(
         ...         RankDocuments(dataset, lengths, settings, rank),
@@ -226,10 +227,8 @@ class DistCACollator:
         Raise ValueError for anything else.
         """
         if len(features) != 1 or not isinstance(features[0], PlannedDocuments):
-            raise ValueError(
-                f"DistCACollator got {len(features)} items of type {type(features[0]).__name__}, "
-                "but it collates one PlannedDocuments; give the DataLoader RankDocuments as its "
-                "data set and GlobalBatchSampler as its batch_sampler"
+            raise PlannedStep.UNPLANNED_ITEMS.error_here(
+                count=len(features), kind=type(features[0]).__name__
             )
         (planned,) = features
         parts: list[tuple[int, IntArray]] = []

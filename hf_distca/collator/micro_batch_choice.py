@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from hf_distca.checks.data_rules import A_RANK
 from hf_distca.collator.sampler import GlobalBatchSampler, fit_documents
 from hf_distca.plan.arrays import IntArray
 from hf_distca.planner.settings import PlanSettings
@@ -24,14 +25,14 @@ def draws_for_whole_ranks(lengths: IntArray, settings: PlanSettings, seed: int) 
         seed: seed of the order of documents.
     """
     longest = int(lengths.max(initial=0))
-    if not may_choose_whole_ranks(settings) or not 0 < longest <= settings.tokens_per_rank:
+    if not may_choose_whole_ranks(settings) or not 0 < longest <= settings.rows_per_rank:
         return False
     capacity = settings.capacity
     # As many documents of a random order as fill so many micro-batches.
     shuffled = np.random.default_rng(seed).permutation(lengths)
     tokens_up_to = np.cumsum(shuffled)
     count = np.searchsorted(tokens_up_to, SAMPLED_BATCHES * capacity, side="right")
-    spans = fit_documents(shuffled[:count], settings.tokens_per_rank, "error", "tokens_per_rank")
+    spans = fit_documents(shuffled[:count], settings.rows_per_rank, "error", A_RANK)
 
     def micro_batches(bins: int) -> Iterator[IntArray]:
         """Yield the lengths of each micro-batch's documents."""

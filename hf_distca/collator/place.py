@@ -16,6 +16,8 @@ PLACE_FILE = "data_order.json"
 """File of a checkpoint with the place in the data."""
 CAPACITY = "ranks * tokens_per_rank"
 """Setting that may grow on resume: micro-batches keep their old size, and still fit."""
+RANK_CAPACITY = "tokens_per_rank"
+"""Setting that decides the batches of a stream."""
 LAYOUT = "document_layout"
 """Setting that decides how documents are drawn for a micro-batch.
 

@@ -8,7 +8,7 @@ import numpy as np
 from torch.utils.data import Sampler
 
 from hf_distca.batches.limits import NO_LIMITS, Limits
-from hf_distca.checks.data_rules import Data
+from hf_distca.checks.data_rules import A_RANK, Data
 from hf_distca.collator.dataset_prefixes import DatasetPrefixes
 from hf_distca.collator.documents import A_DATASET
 from hf_distca.plan.arrays import IntArray, Table
@@ -51,12 +51,6 @@ def fit_documents(
         name: name of the data set in messages.
         limits: limits of the model, whose positions no span exceeds.
     """
-    if limit <= 0 or policy not in ("error", "truncate", "split"):
-        raise ValueError(
-            f"{limit_name} is {limit} and the policy for long documents {policy!r}, but the limit "
-            "must be positive and the policy known; give a positive limit, and 'error', 'truncate' "
-            "or 'split'"
-        )
     longest = int(np.argmax(lengths)) if len(lengths) else None
     if longest is not None and policy == "error":
         limits.check_length(int(lengths[longest]), f"document {longest} of {name}")
@@ -65,7 +59,7 @@ def fit_documents(
         limit_name = "the positions of the model"
     too_long = lengths[lengths > limit]
     if len(too_long) and policy == "error":
-        refusal = Data.LONG_WHOLE if limit_name == "tokens_per_rank" else Data.LONG
+        refusal = Data.LONG_WHOLE if limit_name == A_RANK else Data.LONG
         raise refusal.error(
             name=name,
             limit_name=limit_name,
@@ -119,7 +113,7 @@ class GlobalBatchSampler(Sampler[list[GlobalMicroBatch]]):
 
     Args:
         spans: [spans] of dtype SPAN, from `fit_documents`.
-        capacity: Maximum number of tokens of a bin: ranks · tokens_per_rank, or tokens_per_rank
+        capacity: Maximum number of tokens of a bin: what all ranks hold, or what a rank holds
             with one bin per rank.
         shuffle: Whether to draw new micro-batches in each epoch.
         seed: Seed of the order, together with the epoch.

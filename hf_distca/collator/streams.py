@@ -7,17 +7,15 @@ from itertools import islice
 from typing import Any
 
 import datasets
-import numpy as np
 import torch
 from datasets.distributed import split_dataset_by_node
 from datasets.fingerprint import Hasher
 from torch.utils.data import IterableDataset, get_worker_info
 
 from hf_distca.batches.limits import NO_LIMITS, Limits
-from hf_distca.checks.data_rules import Data
+from hf_distca.checks.data_rules import A_RANK, Data
 from hf_distca.collator.collation import rows_batch, span_rows
 from hf_distca.collator.documents import ANY_COLUMNS, Columns, token_document
-from hf_distca.collator.sampler import fit_documents
 from hf_distca.collator.texts import TextStream
 from hf_distca.plan.arrays import IntArray
 from hf_distca.planner.bin_packing import pack_in_order
@@ -71,7 +69,7 @@ class StreamPacker(IterableDataset[dict[str, Any]]):
     """One rank's share of a stream, packed into batches of whole documents.
 
     It is for a DataLoader with `batch_size=None`. A batch has `input_ids`, `position_ids`, `labels`
-    and `shift_labels`, each [1, rows] int64 with at most `tokens_per_rank` rows, as from
+    and `shift_labels`, each [1, rows] int64 with at most `capacity` rows, as from
     DistCACollator. It also has `document_lengths`, a tuple of ints. A batch has no plan: documents
     stay on their rank, and ranks exchange lengths to plan their attention. Ranks may have different
     numbers of batches; `Dispatcher.plan_batches` fills in for ranks that end first.
@@ -92,23 +90,14 @@ class StreamPacker(IterableDataset[dict[str, Any]]):
     dataset: Any
     ranks: int
     rank: int
-    tokens_per_rank: int
-    long_documents: str = "error"  # policy for documents longer than tokens_per_rank
+    capacity: int  # maximum number of rows of a batch
+    long_documents: str = "error"  # policy for documents beyond the capacity
     columns: Columns = ANY_COLUMNS
     name: str = "the stream"  # in errors
     limits: Limits = NO_LIMITS
     is_divided: bool = False  # whether each rank's stream has documents of its own
 
     def __post_init__(self) -> None:
-        if not 0 <= self.rank < self.ranks:
-            raise ValueError(
-                f"the rank is {self.rank} of {self.ranks}, but ranks count from 0; give one from 0 "
-                f"to {self.ranks - 1}"
-            )
-        # Checks the limit and the policy before the first document is read.
-        fit_documents(
-            np.zeros(0, np.int64), self.tokens_per_rank, self.long_documents, "tokens_per_rank"
-        )
         # Only this rank's share of a stream of texts is tokenized.
         self._texts = self.dataset if isinstance(self.dataset, TextStream) else None
         if self._texts is not None:
@@ -142,7 +131,7 @@ class StreamPacker(IterableDataset[dict[str, Any]]):
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         documents = ((document.shape[1], document) for document in self._documents())
-        for packed in pack_in_order(documents, self.tokens_per_rank):
+        for packed in pack_in_order(documents, self.capacity):
             lengths = tuple(document.shape[1] for document in packed)
             yield {
                 **rows_batch([(0, document) for document in packed]),
@@ -151,8 +140,8 @@ class StreamPacker(IterableDataset[dict[str, Any]]):
 
     def _documents(self) -> Iterator[IntArray]:
         """Yield documents of this rank and process, [2, L] tokens and targets, within the limit."""
-        limit = self.tokens_per_rank
-        limit_name = "tokens_per_rank"
+        limit = self.capacity
+        limit_name = A_RANK
         if self.limits.positions is not None and self.limits.positions < limit:
             limit = self.limits.positions
             limit_name = "the positions of the model"

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hf_distca.checks.step_rules import PlannedStep
 from hf_distca.dispatch.exchange import Exchange, Route, bound_route
 from hf_distca.dispatch.features import BoundImages
 from hf_distca.dispatch.host_copies import OffloadedForward
@@ -507,10 +508,7 @@ class BoundPlan:
     def document_rows(self) -> tuple[int, ...]:
         """Rows of each document that a layer is called with on this rank, in row order."""
         if self.cuts_documents:
-            raise ValueError(
-                "a layer mixes the rows of a document other than by attention, but the plan cuts "
-                "documents between ranks; plan with document_layout='whole'"
-            )
+            raise PlannedStep.CUT_DOCUMENTS.error_here()
         return tuple(rows for nano in self.nano_batches for rows in nano.cuts.sizes)
 
     @property

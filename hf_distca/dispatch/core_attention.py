@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from hf_distca.checks.step_rules import PlannedStep
 from hf_distca.dispatch.bound import BoundNanoBatch, BoundPlan
 from hf_distca.dispatch.executor import CoreAttention, without_autocast
 from hf_distca.dispatch.kept_results import ForwardResults
@@ -51,10 +52,7 @@ def disaggregated_attention(
         chunk: rows of the layer's attention chunks; None for no chunks.
     """
     if q_THD.shape[0] != plan.rows:
-        raise ValueError(
-            f"the plan gives this rank {plan.rows} rows, but the model runs on {q_THD.shape[0]}; "
-            "use each plan only with the batch that it was made for"
-        )
+        raise PlannedStep.OTHER_ROWS.error_here(rows=q_THD.shape[0], planned=plan.rows)
     plan.runtime.kernel.check(
         Need(q_THD.dtype, q_THD.shape[2], v_TGE.shape[2], params), q_THD.device
     )
@@ -114,10 +112,7 @@ class _LayerCall:
         """Return the core attention of one nano-batch, for which rows move."""
         if self.kind not in nano.routes:
             kinds = "; ".join(map(str, (*self.plan.local, *nano.routes)))
-            raise ValueError(
-                f"a layer has {self.kind}, but the plan was made for {kinds}; list the kinds of "
-                "all layers in PlanSettings.kinds"
-            )
+            raise PlannedStep.OTHER_KIND.error_here(kind=self.kind, planned=kinds)
         return CoreAttention(
             self.plan.runtime, nano, self.kind, self.params, self.layer, results.known
         )

@@ -10,7 +10,9 @@ import torch
 
 from hf_distca.batches.limits import NO_LIMITS, Limits
 from hf_distca.batches.packed import REPLACED_BY_PLAN, checked_document_lengths, filler_batch
-from hf_distca.checks.refusal import RefusedError
+from hf_distca.checks.plan_rules import Plans
+from hf_distca.checks.run_rules import Run
+from hf_distca.checks.step_rules import PlannedStep
 from hf_distca.dispatch.bound import BoundPlan, Runtime
 from hf_distca.dispatch.exchange import Exchange
 from hf_distca.dispatch.features import BoundImages
@@ -34,11 +36,6 @@ BEYOND_TRAINED = (
     "training teaches them"
 )
 """Warning about documents beyond the positions of a rotary embedding."""
-DIFFERENT = (
-    "{0} differs between ranks ({1}), but ranks with different settings would make different "
-    "plans; start all ranks with the same {0}"
-)
-"""Error of a setting that ranks must have in common."""
 
 
 class Dispatcher:
@@ -94,12 +91,10 @@ class Dispatcher:
         settings_of_ranks = self.groups.all_gather(mine)
         with self.groups.raised_together(in_world=True):
             if settings.ranks != self.groups.ranks:
-                raise RefusedError(
-                    f"PlanSettings.ranks is {settings.ranks}, but {self.groups.ranks} ranks run; "
-                    "set it to that"
-                )
+                raise Plans.OTHER_RANKS.error(planned=settings.ranks, ranks=self.groups.ranks)
             if difference := first_difference(settings_of_ranks):
-                raise RefusedError(DIFFERENT.format(*difference))
+                name, by_rank = difference
+                raise Run.DIFFERENT_ARGUMENTS.error(name=name, by_rank=by_rank)
         self.groups.connect_nodes(settings.nodes)
         self.exchange = Exchange(self.groups)
 
@@ -141,11 +136,7 @@ class Dispatcher:
         for kind_plan in chain.from_iterable(nano.plans.values() for nano in plan.nano_batches):
             nodes = kind_plan.nodes and kind_plan.nodes[: self.groups.ranks]
             if nodes is not None and nodes != self.settings.nodes:
-                raise ValueError(
-                    f"the plan is made for ranks on the nodes {nodes}, but the dispatcher's "
-                    f"settings have the nodes {self.settings.nodes}; use the same ranks_per_node "
-                    "for both"
-                )
+                raise PlannedStep.OTHER_NODES.error_here(planned=nodes, nodes=self.settings.nodes)
         self.see_length(
             max(int(nano_batch.layout.lengths.max()) for nano_batch in plan.nano_batches)
         )

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hf_distca.checks.step_rules import PlannedStep
 from hf_distca.dispatch.process_groups import Groups
 from hf_distca.plan import PlannedImages
 from hf_distca.plan.images import feature_route, travelling_rows
@@ -42,10 +43,8 @@ class BoundImages:
             encoded_ED: features that this rank encodes, and those of a filler after them.
         """
         if self.encoded_rows not in (0, len(encoded_ED)):
-            raise RuntimeError(
-                f"the encoder made {len(encoded_ED)} rows of features of images that have "
-                f"{self.encoded_rows} placeholders; report this model, since hf_distca does not "
-                "know how many rows its encoder makes"
+            raise PlannedStep.OTHER_FEATURES.error_here(
+                rows=len(encoded_ED), placeholders=self.encoded_rows
             )
         travel: Any = _Travel.apply
         placed_PD: Tensor = travel(self, encoded_ED)

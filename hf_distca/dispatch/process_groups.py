@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from hf_distca.checks.launch_rules import SHARED_GPU
 from hf_distca.checks.refusal import RefusedError, SentenceError, told
 from hf_distca.dispatch.waits import Waits
 from hf_distca.units import counted
@@ -50,11 +51,6 @@ def mesh_ranks(mesh: RankMesh | None) -> list[int]:
     if mesh is None:
         return list(range(dist.get_world_size()))
     if isinstance(mesh, DeviceMesh):
-        if mesh.ndim != 1:
-            raise RefusedError(
-                f"the mesh has the dimensions {mesh.mesh_dim_names} of sizes {tuple(mesh.shape)};"
-                ' expected one dimension, that of the data-parallel ranks, such as mesh["dp"]'
-            )
         mesh = mesh.get_group()
     return sorted(dist.get_process_group_ranks(mesh))
 
@@ -449,11 +445,7 @@ def check_devices(backend: str, uuids: Sequence[str | None]) -> None:
         ranks_by_uuid.setdefault(uuid, []).append(rank)
     shared = [f"ranks {ranks} on {uuid}" for uuid, ranks in ranks_by_uuid.items() if len(ranks) > 1]
     if shared and backend == dist.Backend.NCCL:
-        raise RefusedError(
-            f"NCCL takes one rank per GPU, but several ranks share one: {'; '.join(shared)}. Start "
-            "one process per GPU, each with its own torch.cuda.set_device(LOCAL_RANK); or use"
-            ' gloo, with ddp_backend="gloo" or init_process_group("gloo")'
-        )
+        raise SHARED_GPU.error(shared="; ".join(shared))
 
 
 def unreachable(rank: int, error: Exception) -> RuntimeError:

@@ -4,8 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
-from hf_distca.checks.refusal import RefusedError
-from hf_distca.kernel_names import KERNEL_NAMES
+from hf_distca.checks.kernel_rules import Kernels
 
 from .contract import AttentionParams, Kernel, Need
 from .cpu import CpuKernel
@@ -44,13 +43,12 @@ def get_kernel(
     For `sm_margin` and `hub` see `FlashAttn3Kernel`.
 
     Raises:
-        ValueError: no kernel has this name, or can do what is needed.
+        KeyError: no kernel has this name.
+        ValueError: the kernel cannot do what is needed.
         ImportError: the kernel's package is missing, or cannot be imported.
     """
     if name == "auto":
         return choose_kernel(device, needs, sm_margin=sm_margin)[0]
-    if name not in KERNELS:
-        raise RefusedError(f"no kernel is named {name!r}; valid names: {', '.join(KERNEL_NAMES)}")
     kernel = FlashAttn3Kernel(sm_margin, hub=hub) if name == "flash_attn_3" else KERNELS[name]()
     for need in needs:
         kernel.check(need, device)
@@ -71,10 +69,7 @@ def choose_kernel(
     if device.type == "cpu":
         return get_kernel("cpu", device, needs), {}
     if device.type != "cuda":
-        raise RefusedError(
-            f"kernel 'auto' chooses for cpu and cuda devices only, got {device}; set "
-            "attention_kernel='reference', which runs on any device"
-        )
+        raise Kernels.OTHER_DEVICE.error(device=device)
     major, minor = torch.cuda.get_device_capability(device)
     passed_over: dict[str, str] = {}
     for name in FASTEST_FIRST.get(major, ELSEWHERE):
@@ -85,7 +80,6 @@ def choose_kernel(
         except (ImportError, ValueError) as error:
             passed_over[name] = str(error)
     reasons = "".join(f"\n- {reason}" for reason in passed_over.values())
-    raise RefusedError(
-        f"no installed kernel can compute this model's attention on {device}, a GPU of compute "
-        f"capability {major}.{minor}:{reasons}"
+    raise Kernels.NONE_INSTALLED.error(
+        device=device, capability=f"{major}.{minor}", reasons=reasons
     )

@@ -51,18 +51,6 @@ class AttentionParams:
     )
     causal: bool = True
 
-    def __post_init__(self) -> None:
-        if self.window is not None and self.window < 1:
-            raise ValueError(
-                f"window must be at least 1 (a row sees itself) or None, got {self.window}"
-            )
-        if self.window is not None and not self.causal:
-            raise ValueError(
-                f"a window needs causal=True, got window={self.window} with causal=False"
-            )
-        if self.softcap is not None and self.softcap <= 0:
-            raise ValueError(f"softcap must be positive or None, got {self.softcap}")
-
 
 @dataclass(frozen=True)
 class Need:
@@ -117,12 +105,6 @@ class TaskShapes:
             return device(numbers)
 
         q_lens, k_lens = tuple(map(int, q_lens)), tuple(map(int, k_lens))
-        if len(q_lens) != len(k_lens):
-            raise ValueError(
-                f"got {len(q_lens)} q_lens but {len(k_lens)} k_lens; give both for every task"
-            )
-        if any(n < 0 for n in q_lens + k_lens):
-            raise ValueError(f"lengths must be 0 or more, got q_lens {q_lens} and k_lens {k_lens}")
         cu_q = place(np.array([0, *accumulate(q_lens)], np.int32))
         cu_k = cu_q if k_lens == q_lens else place(np.array([0, *accumulate(k_lens)], np.int32))
         return TaskShapes(
@@ -210,23 +192,14 @@ def check_tensors(
         return sum(shapes.q_lens), sum(shapes.k_lens)
 
     q_rows, k_rows = shapes.once(("rows", causal), count)
-    if q_QHD.dim() != 3 or k_KGD.dim() != 3 or v_KGE.dim() != 3:
-        got = f"{list(q_QHD.shape)}, {list(k_KGD.shape)} and {list(v_KGE.shape)}"
-        raise ValueError(f"kernels take q [Q, H, D], k [K, G, D] and v [K, G, E], got {got}")
-    if q_QHD.shape[0] != q_rows or k_KGD.shape[0] != k_rows or v_KGE.shape[0] != k_rows:
+    q_shape, k_shape, v_shape = (tuple(tensor.shape) for tensor in (q_QHD, k_KGD, v_KGE))
+    if (
+        (len(q_shape), len(k_shape), len(v_shape)) != (3, 3, 3)
+        or (q_shape[0], k_shape[0], v_shape[0]) != (q_rows, k_rows, k_rows)
+        or (q_shape[2], k_shape[1]) != (k_shape[2], v_shape[1])
+        or q_shape[1] % k_shape[1]
+    ):
         raise ValueError(
-            f"the tasks have {q_rows} query rows and {k_rows} key/value rows, but q, k and v have "
-            f"{q_QHD.shape[0]}, {k_KGD.shape[0]} and {v_KGE.shape[0]}"
-        )
-    if q_QHD.shape[2] != k_KGD.shape[2]:
-        raise ValueError(f"q and k differ in head dim: {q_QHD.shape[2]} and {k_KGD.shape[2]}")
-    if k_KGD.shape[1] != v_KGE.shape[1] or q_QHD.shape[1] % k_KGD.shape[1]:
-        raise ValueError(
-            "k and v must have the same number of heads, and q a multiple of it, got "
-            f"{k_KGD.shape[1]}, {v_KGE.shape[1]} and {q_QHD.shape[1]}"
-        )
-    if not q_QHD.dtype == k_KGD.dtype == v_KGE.dtype:
-        raise ValueError(
-            f"q, k and v must have one dtype, got {q_QHD.dtype}, {k_KGD.dtype} and {v_KGE.dtype}: "
-            "cast them to one before the call (autocast does not reach into kernels)"
+            f"kernels take q [{q_rows}, H, D], k [{k_rows}, G, D] and v [{k_rows}, G, E] for these "
+            f"tasks, with H a multiple of G; got {q_shape}, {k_shape} and {v_shape}"
         )

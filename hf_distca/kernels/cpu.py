@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from hf_distca.checks.refusal import RefusedError
+from hf_distca.checks.kernel_rules import Kernels
 
 from .contract import AttentionParams, Need, TaskShapes, check_tensors
 from .fused import merge_into
@@ -52,15 +52,10 @@ class CpuKernel:
     def check(self, need: Need, device: torch.device) -> None:
         """See `Kernel.check`."""
         if device.type != "cpu":
-            raise RefusedError(
-                f"kernel 'cpu' computes on the CPU, got {device}; on CUDA use 'torch_varlen' or "
-                "'flash_attn'"
-            )
+            raise Kernels.ON_CUDA.error(device=device)
         if need.dtype not in DTYPES:
             names = ", ".join(str(supported).removeprefix("torch.") for supported in DTYPES)
-            raise RefusedError(
-                f"kernel 'cpu' computes in {names}, got {need.dtype}; 'reference' takes any dtype"
-            )
+            raise Kernels.DTYPE_ON_CPU.error(dtype=need.dtype, dtypes=names)
 
     def forward(
         self,

@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from hf_distca.checks.refusal import PackageError, RefusedError
+from hf_distca.checks.kernel_rules import Kernels
+from hf_distca.checks.refusal import PackageError
 from hf_distca.kernel_names import KernelPackage, MissingPackageError
 
 from .contract import ALIGNMENT, AttentionParams, Need, TaskShapes, check_tensors
@@ -119,46 +120,35 @@ class FlashVarlenKernel:
         """
         return (-(-max(head_dim_qk, head_dim_v) // 8) * 8,) * 2
 
-    def _refusal(self, need: Need, capability: tuple[int, int]) -> str | None:
-        """Return why this version of the kernel cannot do what is needed; None if it can."""
-        return None
+    def _check_version(self, need: Need, capability: tuple[int, int]) -> None:
+        """Raise ValueError if this version of the kernel cannot do what is needed."""
 
     def check(self, need: Need, device: torch.device) -> None:
         """See `Kernel.check`."""
+        name = self.name
         if device.type != "cuda":
-            raise RefusedError(
-                f"kernel {self.name!r} computes on CUDA, got {device}; on the CPU use 'cpu'"
-            )
+            raise Kernels.NOT_ON_CUDA.error(kernel=name, device=device)
         capability = torch.cuda.get_device_capability(device)
         if capability[0] not in self.majors:
-            others = (
-                "'reference' runs on any"
-                if capability[0] < 8
-                else "'torch_varlen' runs from 8.0 on"
+            older, newer = (
+                "'reference', which runs on any",
+                "'torch_varlen', which runs from 8.0 on",
             )
-            raise RefusedError(
-                f"kernel {self.name!r} needs a GPU of compute capability {self.gpus}, got "
-                f"{capability[0]}.{capability[1]}; {others}"
+            raise Kernels.OTHER_GPU.error(
+                kernel=name,
+                gpus=self.gpus,
+                capability=f"{capability[0]}.{capability[1]}",
+                other=older if capability[0] < 8 else newer,
             )
         if need.dtype not in (torch.float16, torch.bfloat16):
-            raise RefusedError(
-                f"kernel {self.name!r} computes in float16 and bfloat16, got {need.dtype}: train "
-                "in bfloat16 (bf16=True), or use 'reference', which takes any dtype but keeps "
-                "all scores of a task in memory"
-            )
+            raise Kernels.DTYPE.error(kernel=name, dtype=need.dtype)
         if max(need.head_dim_qk, need.head_dim_v) > MAX_HEAD_DIM:
-            raise RefusedError(
-                f"kernel {self.name!r} takes head dims up to {MAX_HEAD_DIM}, got "
-                f"{need.head_dim_qk} for queries and keys and {need.head_dim_v} for values; "
-                "'reference' takes any"
+            raise Kernels.HEAD_DIM.error(
+                kernel=name, most=MAX_HEAD_DIM, qk=need.head_dim_qk, v=need.head_dim_v
             )
         if need.params.softcap is not None and not self.has_softcap:
-            raise RefusedError(
-                f"kernel {self.name!r} does not support softcap, got {need.params.softcap}; set "
-                "attention_kernel to 'flash_attn', 'flash_attn_3' or 'flash_attn_4'"
-            )
-        if refusal := self._refusal(need, capability):
-            raise RefusedError(refusal)
+            raise Kernels.SOFTCAP.error(kernel=name, softcap=need.params.softcap)
+        self._check_version(need, capability)
 
     def forward(
         self,

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import current_flash_attention_impl
 
+from hf_distca.checks.kernel_rules import Kernels
 from hf_distca.kernel_names import KERNEL_PACKAGES, MissingPackageError
 
 from .contract import Need
@@ -76,8 +77,8 @@ class FlashAttn3Kernel(FlashVarlenKernel):
             return -(-head_dim_qk // 8) * 8, -(-head_dim_v // 8) * 8
         return super()._padded(head_dim_qk, head_dim_v, device)
 
-    def _refusal(self, need: Need, capability: tuple[int, int]) -> str | None:
-        return _not_deterministic(self.name, need)
+    def _check_version(self, need: Need, capability: tuple[int, int]) -> None:
+        _check_deterministic(self.name, need)
 
 
 class FlashAttn4Kernel(FlashVarlenKernel):
@@ -100,7 +101,7 @@ class FlashAttn4Kernel(FlashVarlenKernel):
     def _padded(self, head_dim_qk: int, head_dim_v: int, device: torch.device) -> tuple[int, int]:
         return _head_dims_of_4(head_dim_qk, head_dim_v, torch.cuda.get_device_capability(device)[0])
 
-    def _refusal(self, need: Need, capability: tuple[int, int]) -> str | None:
+    def _check_version(self, need: Need, capability: tuple[int, int]) -> None:
         dims = need.head_dim_qk, need.head_dim_v
         if capability[0] == 10 and _head_dims_of_4(*dims, 10) == (256, 256):
             for option, value in {
@@ -108,11 +109,9 @@ class FlashAttn4Kernel(FlashVarlenKernel):
                 "window": need.params.window,
             }.items():
                 if value is not None:
-                    return (
-                        f"kernel {self.name!r} has no {option} for head dims of {dims[0]} and "
-                        f"{dims[1]} on Blackwell, got {value}; 'flash_attn' has"
+                    raise Kernels.WIDE_ON_BLACKWELL.error(
+                        kernel=self.name, option=option, value=value, qk=dims[0], v=dims[1]
                     )
-        return None
 
 
 class TorchVarlenKernel(FlashVarlenKernel):
@@ -136,30 +135,23 @@ class TorchVarlenKernel(FlashVarlenKernel):
         self._backward = torch.ops.aten._flash_attention_backward.default
         self._options = {}
 
-    def _refusal(self, need: Need, capability: tuple[int, int]) -> str | None:
+    def _check_version(self, need: Need, capability: tuple[int, int]) -> None:
         active = current_flash_attention_impl()
         if active is None:
-            return None
-        gpu = f"a GPU of compute capability {capability[0]}.{capability[1]}"
-        undo = (
-            "call torch.nn.attention.restore_flash_attention_impl(), or use a kernel of another "
-            "name"
-        )
+            return
+        gpu = f"{capability[0]}.{capability[1]}"
         if (active, capability[0]) not in (("FA3", 9), ("FA4", 9), ("FA4", 10)):
-            return f"{active} is activated in torch, which does not run on {gpu} so; {undo}"
+            raise Kernels.ACTIVATED_ELSEWHERE.error(version=active, capability=gpu)
         if active == "FA3":
-            return _not_deterministic(self.name, need)
+            _check_deterministic(self.name, need)
+            return
         version = tuple(int(part) for part in torch.__version__.split(".")[:2])
         window = need.params.window
         if window is not None and version < FIRST_WITH_FA4_WINDOWS:
-            return (
-                f"FA4 is activated in torch, and torch {torch.__version__} gives it no windows, "
-                f"got {window}; {undo}"
-            )
+            raise Kernels.ACTIVATED_WITHOUT_WINDOWS.error(window=window, torch=torch.__version__)
         head_dim = -(-max(need.head_dim_qk, need.head_dim_v) // 8) * 8
         if _head_dims_of_4(head_dim, head_dim, capability[0]) != (head_dim, head_dim):
-            return f"FA4 is activated in torch, and has no head dim of {head_dim} on {gpu}; {undo}"
-        return None
+            raise Kernels.ACTIVATED_HEAD_DIM.error(head_dim=head_dim, capability=gpu)
 
     def _more_of_backward(self, q_QHP: Tensor) -> dict[str, Any]:
         # The state of a random number generator that nothing draws from without dropout.
@@ -180,21 +172,14 @@ def _head_dims_of_4(head_dim_qk: int, head_dim_v: int, major: int) -> tuple[int,
     return (192, 128) if dim_qk <= 192 and dim_v <= 128 else (256, 256)
 
 
-def _not_deterministic(name: str, need: Need) -> str | None:
-    """Return the error's text where a call asks for a deterministic backward in vain.
+def _check_deterministic(name: str, need: Need) -> None:
+    """Raise ValueError where a call asks for a deterministic backward in vain.
 
     FlashAttention-3 has none for head dims above 192.
     """
-    if (
-        max(need.head_dim_qk, need.head_dim_v) <= 192
-        or not torch.are_deterministic_algorithms_enabled()
-    ):
-        return None
-    return (
-        f"kernel {name!r} has no deterministic backward for head dims above 192, got "
-        f"{need.head_dim_qk} for queries and keys and {need.head_dim_v} for values; leave "
-        "torch.use_deterministic_algorithms(False), or use 'flash_attn'"
-    )
+    is_wide = max(need.head_dim_qk, need.head_dim_v) > 192
+    if is_wide and torch.are_deterministic_algorithms_enabled():
+        raise Kernels.NOT_DETERMINISTIC.error(kernel=name, qk=need.head_dim_qk, v=need.head_dim_v)
 
 
 PACKAGES: dict[str, type[FlashVarlenKernel]] = {

@@ -65,7 +65,7 @@ class MemoryCounter:
         None for the rank that exchanges the most.
         """
         state = self._state_of(run)
-        tokens = run.plans.tokens_per_rank
+        tokens = run.plans.rows_per_rank
         if tokens not in self._longest and _has_longest_documents(plan, run.plans):
             self._longest[tokens] = plan
         rank = busiest_rank(plan, run.plans) if rank is None else rank
@@ -108,7 +108,7 @@ class MemoryCounter:
 
         def needed(tokens: int) -> int:
             if tokens not in self._longest:
-                settings = replace(run.plans, tokens_per_rank=tokens)
+                settings = replace(run.plans, rows_per_rank=tokens)
                 self._longest[tokens] = plan_micro_batch(longest_documents(settings), settings)
             return self.count(self._longest[tokens], run).total
 
@@ -120,7 +120,7 @@ class MemoryCounter:
         low, high = 0, 2 * MOST  # the first fits and the second does not
         tokens = FIRST
         if counted is not None:
-            tokens = min(predicted(run.plans.tokens_per_rank, counted.total), MOST)
+            tokens = min(predicted(run.plans.rows_per_rank, counted.total), MOST)
         while 2 * max(low, STEP // 2) < high:
             total = needed(tokens)
             if total <= available:
@@ -182,7 +182,7 @@ def longest_documents(settings: PlanSettings) -> list[int]:
 
     This is one shared document, or one per rank if documents stay whole.
     """
-    each, ranks = settings.tokens_per_rank, settings.ranks
+    each, ranks = settings.rows_per_rank, settings.ranks
     return [each] * ranks if settings.document_layout == "whole" else [each * ranks]
 
 

@@ -100,7 +100,7 @@ def fit_into_memory(
 class CountedMemory(NamedTuple):
     """Memory of training on a device, with all checkpoints on the device."""
 
-    tokens_per_rank: int
+    rows_per_rank: int
     total: int  # bytes
     memory: int  # bytes of the device
     listed: str  # its parts
@@ -130,10 +130,10 @@ def log_memory(model: nn.Module, run: RunSpec, memory: int) -> CountedMemory | N
         **{str(part): size for part, size in counted.parts.items()},
     }
     listed = ", ".join(f"{name} {size / GB:.1f}" for name, size in parts.items() if size >= GB / 20)
-    total = CountedMemory(plans.tokens_per_rank, sum(parts.values()), memory, listed)
+    total = CountedMemory(plans.rows_per_rank, sum(parts.values()), memory, listed)
     logger.info(
         "memory with %s tokens on each rank: %.1f of %.1f GB (%s)",
-        total.tokens_per_rank,
+        total.rows_per_rank,
         total.total / GB,
         memory / GB,
         listed,
@@ -160,7 +160,7 @@ def warn_of_memory(counted: CountedMemory, offloaded: int) -> None:
             f"device of %.1f GB (%s). Lower tokens_per_rank, set {CHECKPOINTING}=True, or train "
             "under FSDP2 or ZeRO-3; `hf-distca plan --device-memory` shows the most tokens that "
             "fit",
-            counted.tokens_per_rank,
+            counted.rows_per_rank,
             (counted.total - offloaded) / GB,
             counted.memory / GB,
             counted.listed,
@@ -221,7 +221,7 @@ def offload_activations(
         hidden_bytes=hidden_bytes or base.dtype.itemsize,
         value_bytes=settings.bytes_per_value,
     )
-    layer_bytes = row_bytes * settings.tokens_per_rank
+    layer_bytes = row_bytes * settings.rows_per_rank
     mine = RankNeeds(socket.gethostname(), available_host_memory(), layer_bytes, excess)
     needs_of_ranks = dispatcher.groups.all_gather(mine, in_world=True)
     layers = chosen_layers(needs_of_ranks, offloaded_layers(checkpointed), setting)
@@ -307,7 +307,7 @@ def chunk_if_needed(model: PreTrainedModel, dispatcher: Dispatcher, excess: int)
             counts.
     """
     excess = max(dispatcher.groups.all_gather(excess, in_world=True))
-    if excess <= 0 or dispatcher.settings.tokens_per_rank <= CHUNK_ROWS:
+    if excess <= 0 or dispatcher.settings.rows_per_rank <= CHUNK_ROWS:
         return False
     with suppress(RefusedError):  # no MLP can be divided
         chunk_layers(model, CHUNK_ROWS)

@@ -37,7 +37,7 @@ def gpu_memory(
     run = replace(run, plans=settings, shards=settings.ranks, device_memory=MEMORY)
     alone = replace(settings, ranks=1, ranks_per_node=1, ping_pong=False, costs=None)
     run_alone = replace(run, plans=alone)
-    full_rows = settings.tokens_per_rank
+    full_rows = settings.rows_per_rank
     model = model_of_config(divided_config(config, run.tensor_parallel), torch.float32)
     counter = MemoryCounter(model, by_config=True)
     counter_alone = MemoryCounter(model, by_config=True)

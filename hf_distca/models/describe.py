@@ -31,7 +31,6 @@ def describe_run(
     dtype: torch.dtype | None = None,
     ranks_per_node: int | tuple[int, ...] = 1,
     planning: Mapping[str, Any] | None = None,
-    may_be_wrapped: bool = False,
     **facts: Any,
 ) -> RunSpec:
     """Describe the training of a model, after checking that the model can be planned.
@@ -48,8 +47,6 @@ def describe_run(
         ranks_per_node: Number of ranks that share a node, used where `config.ranks_per_node` is
             "auto".
         planning: What the launch asks of plans, as fields of PlanSettings.
-        may_be_wrapped: Whether FSDP2 or DeepSpeed may have wrapped the model, which is never
-            trained.
         facts: Further facts of the launch, as fields of RunSpec.
 
     Raises:
@@ -58,7 +55,7 @@ def describe_run(
             number of ranks.
         ImportError: The package of the kernel is not installed.
     """
-    check_model(model, ping_pong=config.planning.ping_pong is True, may_be_wrapped=may_be_wrapped)
+    check_model(model, ping_pong=config.planning.ping_pong is True)
     model = base_model(model)
     layout = document_layout(model, config)
     dtype = model.dtype if dtype is None else dtype

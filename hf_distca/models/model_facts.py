@@ -93,11 +93,6 @@ class GivenModel:
         return type(self._base).__name__
 
     @property
-    def has_forward(self) -> bool:
-        """Whether the model can be called."""
-        return type(self._base).forward is not nn.Module.forward
-
-    @property
     def loss(self) -> str | None:
         """Transformers' loss that is not of the next tokens; None if it is."""
         loss = getattr(self._base, "loss_type", None) or "ForCausalLM"
@@ -162,6 +157,11 @@ class ModelFacts:
         self.config_class = type(self.config).__name__
         self.asks_for_ping_pong = ping_pong
         self.mixing_types = list(MIXING)
+
+    @property
+    def has_forward(self) -> bool:
+        """Whether the model can be called."""
+        return type(self._model).forward is not nn.Module.forward
 
     @cached_property
     def attentions(self) -> dict[str, nn.Module]:
@@ -394,18 +394,13 @@ def check_is_model(model: Any) -> None:
     check_first(OBJECT, GivenModel(model))
 
 
-def check_model(
-    model: PreTrainedModel, *, ping_pong: bool = False, may_be_wrapped: bool = False
-) -> None:
+def check_model(model: PreTrainedModel, *, ping_pong: bool = False) -> None:
     """Raise ValueError if a planned step of a model would be wrong.
 
     Args:
-        model: a model of transformers, or PEFT's around one.
+        model: a loaded model of transformers, or PEFT's around one, as `check_is_model` has it.
         ping_pong: whether the settings demand ping-pong.
-        may_be_wrapped: whether FSDP2 or DeepSpeed may have wrapped the model.
     """
-    if not may_be_wrapped:
-        check_is_model(model)
     for adapter in adapters_of(model):
         check_first(ADAPTERS, adapter)
     facts = ModelFacts(base_model(model), ping_pong=ping_pong)

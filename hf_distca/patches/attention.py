@@ -19,6 +19,8 @@ from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_f
 from transformers.masking_utils import sdpa_mask
 from transformers.utils.logging import get_logger
 
+from hf_distca.checks.refusal import Refusal
+from hf_distca.checks.step_rules import PlannedStep
 from hf_distca.dispatch.bound import BoundPlan
 from hf_distca.dispatch.core_attention import disaggregated_attention
 from hf_distca.kernels import AttentionParams
@@ -28,8 +30,6 @@ from hf_distca.models.rotary_types import config_depends_on_length
 from hf_distca.patches.modules import uncompiled
 from hf_distca.plan import PLAN_KEY
 
-ELSEWHERE = "train this model with stock attention and transformers' Trainer"
-"""Remedy where a plan cannot express a model's attention."""
 UNPLANNED = (
     "a model with attn_implementation='distca' trains on {ranks} ranks without plans, so nothing "
     "is balanced: train it with DistCATrainer or another trainer of hf_distca, call "
@@ -192,7 +192,8 @@ def _planned_attention(
     problem = next(_problems(module, query, mask, plan, dropout, reach, kwargs), None)
     if problem is not None:  # on every rank
         layer = getattr(module, "layer_idx", "?")
-        raise ValueError(f"{type(module).__name__} (layer {layer}) {problem}")
+        refusal, values = problem
+        raise refusal.error_here(module=f"{type(module).__name__} (layer {layer})", **values)
     plan.ran.attentions += 1
     if getattr(module, "attn_temperature_tuning", False):
         query = scaled_by_position(module, query, plan)
@@ -232,42 +233,28 @@ def _problems(
     dropout: float,
     reach: Reach,
     kwargs: dict[str, Any],
-) -> Iterator[str]:
-    """Yield why a planned step cannot compute the attention that a model asks for."""
+) -> Iterator[tuple[Refusal, dict[str, Any]]]:
+    """Yield why a planned step cannot compute the attention that a model asks for.
+
+    With the values of the refusal's texts.
+    """
     if dropout > 0:
-        yield (
-            f"uses attention dropout {dropout} in a planned step, where workers cannot draw the "
-            "same dropped weights; set model.config.attention_dropout = 0.0"
-        )
+        yield PlannedStep.DROPOUT, {"dropout": dropout}
     if query.shape[0] != 1:
-        yield (
-            f"got a batch of {query.shape[0]} rows, but a planned step needs batch size 1 (rows "
-            "packed without padding); pack all documents into one row"
-        )
+        yield PlannedStep.SEVERAL_ROWS, {"rows": query.shape[0]}
     if isinstance(mask, Tensor):
-        yield (
-            f"got an attention_mask of shape {list(mask.shape)}, but a planned step has no padding "
-            "to mask; pack documents without padding and leave attention_mask out"
-        )
+        yield PlannedStep.MASK, {"shape": list(mask.shape)}
     elif mask is not None and mask.added_by_model:
-        yield f"adds a custom mask to the causal mask, and a plan cannot express it; {ELSEWHERE}"
+        yield PlannedStep.ADDED_MASK, {}
     elif mask is not None and mask.local_size not in (None, *reach):
-        yield (
-            f"masks by a local size of {mask.local_size}, but has sliding_window={reach.window} "
-            f"and chunks of {reach.chunk} rows. A plan supports only full, sliding-window and "
-            f"chunked attention; {ELSEWHERE}"
-        )
+        yield PlannedStep.LOCAL_MASK, {"size": mask.local_size, **reach._asdict()}
     if kwargs.get("is_causal", getattr(module, "is_causal", True)) is False:
-        yield f"is not causal, but a plan supports causal attention only; {ELSEWHERE}"
+        yield PlannedStep.NOT_CAUSAL, {}
     if plan.ran.rotations == 0 and _needs_lengths(module):
-        yield (
-            "gets a rotary embedding for the longest position of the rank's rows, and not for the "
-            "length of each document; prepare the model with make_dispatcher before its forward "
-            "is wrapped or replaced"
-        )
+        yield PlannedStep.LONGEST_OF_ROWS, {}
     for name in ("position_bias", "cache"):
         if kwargs.get(name) is not None:
-            yield f"passes {name}, which planned attention does not support; {ELSEWHERE}"
+            yield PlannedStep.OTHER_INPUT, {"name": name}
 
 
 def _needs_lengths(module: Any) -> bool:

@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_map_only
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
+from hf_distca.checks.step_rules import PlannedStep
 from hf_distca.dispatch.bound import BoundPlan, Ran
 from hf_distca.models.decoder import base_model
 from hf_distca.models.tensor_parallel import MESH, is_shared_out
@@ -261,11 +262,7 @@ class PlannedHead(nn.Module):
             result = super().__call__(hidden, task=task)
             return result
         if torch.is_grad_enabled() or self.forward_in_shares is not None:
-            raise ValueError(
-                "logits of a planned step are read after the model's forward, when FSDP2 has "
-                "sharded the head's weights again, so they would get no gradient; read them under "
-                "torch.no_grad(), or set loss_chunk_bytes=0"
-            )
+            raise PlannedStep.LATE_LOGITS.error_here()
         whole_weights = {name: shard.full_tensor() for name, shard in shards.items()}
         result = torch.func.functional_call(self, whole_weights, (hidden,), {"task": task})
         return result

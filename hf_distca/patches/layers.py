@@ -22,6 +22,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import logging
 from transformers.utils.output_capturing import _active_collector
 
+from hf_distca.checks.step_rules import PlannedStep
 from hf_distca.dispatch.bound import BoundPlan
 from hf_distca.models.decoder import decoder_layers, is_attention, mixing_modules
 from hf_distca.patches.mixing import layer_runs, plan_mixing
@@ -112,12 +113,7 @@ class _PlannedLayer(nn.Module):
         attentions = ran.attentions - attentions_before
         mixing = ran.mixing - mixing_before
         if attentions < calls * self.attends or mixing < calls * self.mixes:
-            raise ValueError(
-                f"{type(self).__name__} did not pass its plan to every module that attends or "
-                "mixes along the row, so documents would not be kept apart. This model cannot "
-                "train with planned attention; train it with stock attention and transformers' "
-                "Trainer"
-            )
+            raise PlannedStep.LOST_PLAN.error_here(layer=type(self).__name__)
         return result
 
     def _takes_turns(self, plan: BoundPlan) -> bool:

@@ -18,6 +18,8 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
+from hf_distca.checks.step_rules import PlannedStep
+
 LEAST_CHUNK_BYTES = 256 * 2**20
 """Bytes of a chunk's logits that are chosen on CPUs, and at least on GPUs."""
 ENOUGH_ROWS = 4096
@@ -205,10 +207,7 @@ class _OfLinear(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         if ctx.gradients is None:
-            raise RuntimeError(
-                "the backward of a loss computed in chunks ran a second time, but the first "
-                "backward freed the gradients; set loss_chunk_bytes=0 to use retain_graph=True"
-            )
+            raise PlannedStep.SECOND_BACKWARD.error_here()
         gradients = ctx.gradients
         ctx.gradients = None
         return *(None if gradient is None else gradient.mul_(grad) for gradient in gradients), *[

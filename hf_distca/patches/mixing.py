@@ -20,13 +20,15 @@ from torch import nn
 from transformers import Cache
 
 from hf_distca.checks.model_rules import Models
+from hf_distca.checks.run_rules import STOCK_TRAINER
+from hf_distca.checks.step_rules import PlannedStep
 from hf_distca.dispatch.bound import BoundPlan
 from hf_distca.dispatch.kept_results import Checkpoints, checkpoints_around
 from hf_distca.models.decoder import mixing_modules, stock_forward
 from hf_distca.models.mixing_modules import LIGHTNING, functions
 from hf_distca.patches.mixing_functions import MixingCall, lightning_attention, planned_functions
 from hf_distca.patches.modules import subclass, uncompiled
-from hf_distca.patches.split import CACHED, Parts, Sizes, join_results, split_argument
+from hf_distca.patches.split import Parts, Sizes, join_results, split_argument
 from hf_distca.plan import PLAN_KEY
 
 REPLACED_BY_PLAN = (
@@ -38,7 +40,7 @@ REPLACED_BY_PLAN = (
     "seq_idx",
 )
 """Arguments that describe documents in a row, as the plan does."""
-DOCUMENTS: Parts = ("a mixing module's", "this model cannot train with planned attention")
+DOCUMENTS: Parts = ("the mixing module", STOCK_TRAINER)
 
 _running: ContextVar[tuple[BoundPlan, Checkpoints] | None] = ContextVar(
     "decoder layer that runs", default=None
@@ -112,15 +114,12 @@ class _MixingModule(nn.Module):
         if self.names is None:
             return _by_document(stock, plan.document_rows, args, kwargs)
         if any(isinstance(value, Cache) for value in (*args, *kwargs.values())):
-            raise ValueError(CACHED)
+            raise PlannedStep.CACHE.error_here()
         call = MixingCall(self, plan)
         result = call.run(self.run, args, kwargs)
         if tuple(call.mixed) != self.names:
-            raise ValueError(
-                f"{type(self).__name__} mixes rows by {call.mixed}, but a planned step knows it "
-                f"with {list(self.names)}, so documents would not be kept apart; use another "
-                "version of transformers, or train this model with stock attention and "
-                "transformers' Trainer"
+            raise PlannedStep.OTHER_MIXING.error_here(
+                module=type(self).__name__, found=call.mixed, known=list(self.names)
             )
         return result
 

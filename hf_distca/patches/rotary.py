@@ -22,16 +22,15 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from hf_distca.checks.run_rules import STOCK_TRAINER
+from hf_distca.checks.step_rules import PlannedStep
 from hf_distca.dispatch.bound import BoundPlan
 from hf_distca.models.decoder import base_model, stock_forward
 from hf_distca.models.rotary_types import SCALING_BY_LENGTH, depends_on_length, rotary_modules
 from hf_distca.patches.modules import KnowsPlan, running_plan, subclass, uncompiled
 from hf_distca.patches.split import Parts, join_results
 
-DOCUMENTS: Parts = (
-    "a rotary embedding's",
-    "train this model with stock attention and transformers' Trainer",
-)
+DOCUMENTS: Parts = ("the rotary embedding", STOCK_TRAINER)
 """Whose rows are divided, and the remedy if they cannot be divided, for error messages."""
 
 
@@ -78,10 +77,8 @@ class _PlannedRotary(nn.Module):
         self, plan: BoundPlan, x: Tensor, position_ids: Tensor, options: dict[str, str]
     ) -> Any:
         if position_ids.shape[-1] != plan.rows:
-            raise ValueError(
-                f"{type(self).__name__} was called with {position_ids.shape[-1]} positions, but "
-                f"the plan has {plan.rows} rows on this rank, so the document of each position is "
-                f"unknown; {DOCUMENTS[1]}"
+            raise PlannedStep.POSITIONS.error_here(
+                module=type(self).__name__, positions=position_ids.shape[-1], rows=plan.rows
             )
         plan.ran.rotations += 1
         # 1. Join neighbouring segments whose documents have the same frequencies.

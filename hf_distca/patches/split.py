@@ -16,14 +16,14 @@ import torch
 from torch import Tensor
 from transformers import Cache
 
+from hf_distca.checks.step_rules import PlannedStep
 from hf_distca.patches.attention import DeferredMask
 
 Sizes = tuple[int, ...]
 """Rows of each part, in row order."""
 Parts = tuple[str, str]
 """Whose arguments are divided, and the remedy if they cannot be divided, for error messages."""
-NANO_BATCHES: Parts = ("the decoder layer's", "set planning={'ping_pong': False} for this model")
-CACHED = "a planned step cannot use cached keys and values; set model.config.use_cache = False"
+NANO_BATCHES: Parts = ("the decoder layer", "set planning={'ping_pong': False} for this model")
 
 PLAIN = (bool, int, float, str, type(None), DeferredMask)
 """Types of arguments that are the same for all parts."""
@@ -64,11 +64,10 @@ def split_argument(
     elif isinstance(value, PLAIN):
         return (value,) * len(sizes)
     elif isinstance(value, Cache):
-        raise ValueError(CACHED)
+        raise PlannedStep.CACHE.error_here()
     owner, remedy = parts
-    raise ValueError(
-        f"a planned step cannot divide {owner} {name} ({_described(value)}) into parts of its "
-        f"{rows} rows; {remedy}"
+    raise PlannedStep.NOT_DIVIDED.error_here(
+        name=name, owner=owner, found=_described(value), rows=rows, remedy=remedy
     )
 
 
@@ -132,9 +131,8 @@ def join_results(
         return None
     owner, remedy = parts
     described = " and ".join(dict.fromkeys(map(_described, results)))
-    raise ValueError(
-        f"a planned step cannot join {owner} {name} of parts of {sizes} rows: got {described}; "
-        f"{remedy}"
+    raise PlannedStep.NOT_JOINED.error_here(
+        name=name, owner=owner, found=described, sizes=sizes, remedy=remedy
     )
 
 
@@ -223,11 +221,7 @@ class ThreadState:
         """
         state_inside = ThreadState(self._device_type)
         if state_inside._saved_tensors != self._saved_tensors:
-            raise ValueError(
-                "a decoder layer has a checkpoint, or a context that handles saved tensors, around "
-                "its attention, and ping-pong cannot pause inside it; put it around the whole "
-                "layer, or set planning={'ping_pong': False}"
-            )
+            raise PlannedStep.OPEN_CONTEXT.error_here()
         return state_inside
 
     def restore(self) -> None:

@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from hf_distca.checks.plan_rules import Plans
 from hf_distca.plan import AttentionKind
 from hf_distca.plan.arrays import FloatArray, IntArray
 
@@ -95,15 +96,8 @@ class Workers:
     base_load: tuple[float, ...]  # time outside core attention, in pairs of a worker of speed 1.0
 
     def __post_init__(self) -> None:
-        if not self.speed or len(self.speed) != len(self.base_load):
-            raise ValueError(
-                f"every worker needs a speed and a base load, got {len(self.speed)} speeds and "
-                f"{len(self.base_load)} base loads"
-            )
-        if not all(math.isfinite(s) and s > 0 for s in self.speed):
-            raise ValueError(f"speeds must be positive and finite, got {self.speed}")
-        if not all(math.isfinite(b) and b >= 0 for b in self.base_load):
-            raise ValueError(f"base loads must be finite and not negative, got {self.base_load}")
+        pairs_of = tuple(zip(self.speed, self.base_load, strict=True))
+        assert all(0 < speed < math.inf and 0 <= base < math.inf for speed, base in pairs_of), self
 
     @classmethod
     def uniform(cls, count: int) -> "Workers":
@@ -137,17 +131,9 @@ def as_lengths(lengths: Sequence[int] | IntArray) -> IntArray:
     """
     array = np.asarray(lengths if len(lengths) else np.zeros(0, np.int64))
     if array.ndim != 1 or array.dtype.kind not in "iu":
-        raise ValueError(
-            f"document lengths must be 64-bit integers in one dimension, got {lengths!r:.80}"
-        )
+        raise Plans.NOT_LENGTHS.error(given=f"{lengths!r:.80}")
     if len(array) and float(array.astype(np.float64).sum()) > MOST_TOKENS:
-        raise ValueError(
-            f"the documents hold more than {MOST_TOKENS} tokens, which plans cannot count; use "
-            "fewer documents in a micro-batch"
-        )
+        raise Plans.TOO_MANY_TOKENS.error(most=MOST_TOKENS)
     if len(array) and array.min() < 1:
-        raise ValueError(
-            f"document {int(array.argmin())} has length {int(array.min())}; leave empty "
-            "documents out"
-        )
+        raise Plans.EMPTY_DOCUMENT.error(document=array.argmin(), length=array.min())
     return array.astype(np.int64)

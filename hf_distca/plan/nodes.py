@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from hf_distca.checks.refusal import RefusedError
+from hf_distca.checks.plan_rules import Plans
 
 NODE_BANDWIDTH = 450.0
 """GB/s that a GPU sends, and receives, inside its node: NVLink of an H100 or H200."""
@@ -21,24 +21,14 @@ def node_sizes(ranks: int, ranks_per_node: int | Sequence[int]) -> tuple[int, ..
     Raises:
         ValueError: a number is not positive, or the numbers do not add up to the ranks.
     """
-    advice = (
-        "give the number of ranks of every node, in the order of the ranks, or 1 where all links "
-        "are equally fast"
-    )
     if isinstance(ranks_per_node, int):
         if ranks_per_node < 1 or ranks % ranks_per_node:
-            raise RefusedError(
-                f"ranks_per_node={ranks_per_node} does not divide the {ranks} ranks that train "
-                f"together; {advice}"
-            )
+            raise Plans.OTHER_NODE_SIZE.error(given=ranks_per_node, ranks=ranks)
         return (ranks_per_node,) * (ranks // ranks_per_node)
     sizes = tuple(ranks_per_node)
-    named = ",".join(map(str, ranks_per_node))
     if min(sizes, default=0) < 1 or sum(sizes) != ranks:
-        raise RefusedError(
-            f"ranks_per_node={named} adds up to {sum(sizes)} ranks, but {ranks} ranks train; "
-            f"{advice}"
-        )
+        named = ",".join(map(str, sizes))
+        raise Plans.OTHER_NODE_SIZES.error(given=named, total=sum(sizes), ranks=ranks)
     return sizes
 
 

@@ -27,7 +27,7 @@ from hf_distca.plan.cost import Workers, pairs, row_reaching
 from hf_distca.plan.intervals import by_document, cut_at, joined, merged, moved_by
 from hf_distca.planner.balancing_pass import Problem, balancing_pass
 from hf_distca.planner.bin_packing import largest_first
-from hf_distca.planner.layout import assemble, check_settings, layout_of_kind
+from hf_distca.planner.layout import assemble, layout_of_kind
 from hf_distca.planner.settings import PlanSettings
 
 AIM = (0.96, 0.8, 0.6, 0.4, 0.2, 0.0)
@@ -79,7 +79,6 @@ def balance(
         )
     if tolerance is None:
         tolerance = np.full(len(workers), settings.finest_tolerance)
-    check_settings(float(tolerance.min()), settings.balance_block_size)
     # 2. Balance the tasks, over nodes first where links differ.
     layout = layout_of_kind(layout, kind)
     problem = Problem(layout, kind, settings, workers, tolerance)

@@ -12,9 +12,10 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from hf_distca.checks.refusal import RefusedError
+from hf_distca.checks.plan_rules import Plans
 from hf_distca.plan.arrays import FloatArray, IntArray
 from hf_distca.plan.cost import as_lengths
+from hf_distca.units import counted
 
 Item = TypeVar("Item")
 Preference = Callable[[int], Any]
@@ -251,7 +252,7 @@ def split_documents(lengths: IntArray, ranks: int) -> list[IntArray] | None:
     return nano_batches if fewest_tokens >= ranks else None
 
 
-def ranks_of_whole(lengths: IntArray, ranks: int, tokens_per_rank: int) -> IntArray | None:
+def ranks_of_whole(lengths: IntArray, ranks: int, rows_per_rank: int) -> IntArray | None:
     """Return [documents] the rank of each whole document, with tokens as equal as possible.
 
     Longest first, each document goes to the rank with the fewest tokens. If that leaves no room for
@@ -260,49 +261,47 @@ def ranks_of_whole(lengths: IntArray, ranks: int, tokens_per_rank: int) -> IntAr
     each rank.
 
     Args:
-        lengths: [documents] of at most tokens_per_rank tokens each.
+        lengths: [documents] of at most rows_per_rank tokens each.
 
     Returns:
         None if the documents do not fit.
     """
     # 1. Equal tokens.
     order = largest_first(lengths)
-    rank_of_document = place_evenly(lengths, order, ranks, tokens_per_rank)
+    rank_of_document = place_evenly(lengths, order, ranks, rows_per_rank)
     if rank_of_document is not None:
         return rank_of_document
     # 2. As few ranks as possible.
-    rank_of_document = place_tightly(lengths, order, tokens_per_rank)
+    rank_of_document = place_tightly(lengths, order, rows_per_rank)
     if int(rank_of_document.max()) < ranks:
         return rank_of_document
     # 3. The bins in which the documents were drawn.
     numbered = zip(lengths.tolist(), range(len(lengths)), strict=True)
-    documents_of_rank = list(pack_in_order(numbered, tokens_per_rank, look_ahead=0))
+    documents_of_rank = list(pack_in_order(numbered, rows_per_rank, look_ahead=0))
     if len(documents_of_rank) > ranks:
         return None
     return np.repeat(np.arange(len(documents_of_rank)), [len(d) for d in documents_of_rank])
 
 
-def whole_documents(lengths: IntArray, ranks: int, tokens_per_rank: int) -> list[IntArray]:
+def whole_documents(lengths: IntArray, ranks: int, rows_per_rank: int) -> list[IntArray]:
     """Return the whole documents of each rank, with tokens as equal as `ranks_of_whole` can.
 
     Raises:
-        ValueError: a document is longer than tokens_per_rank, or the documents do not fit.
+        ValueError: a document is longer than rows_per_rank, or the documents do not fit.
     """
     lengths = as_lengths(lengths)
-    if len(lengths) and int(lengths.max()) > tokens_per_rank:
+    if len(lengths) and int(lengths.max()) > rows_per_rank:
         document = int(lengths.argmax())
-        raise RefusedError(
-            f"document {document} has {int(lengths[document])} tokens, but with "
-            "document_layout='whole' a document stays on one rank, which holds "
-            f"{tokens_per_rank}; raise tokens_per_rank, or set long_documents to 'truncate' or "
-            "'split'"
+        raise Plans.DOCUMENT_BEYOND_RANK.error(
+            document=document, tokens=lengths[document], rows=rows_per_rank
         )
-    rank_of_document = ranks_of_whole(lengths, ranks, tokens_per_rank)
+    rank_of_document = ranks_of_whole(lengths, ranks, rows_per_rank)
     if rank_of_document is None:
-        raise RefusedError(
-            f"{len(lengths)} documents of {int(lengths.sum())} tokens do not fit on {ranks} ranks "
-            f"of {tokens_per_rank} without cutting a document; use fewer documents, more ranks or "
-            "more tokens_per_rank"
+        raise Plans.ONLY_CUT.error(
+            documents=counted(len(lengths), "document"),
+            tokens=counted(int(lengths.sum()), "token"),
+            ranks=counted(ranks, "rank"),
+            rows=rows_per_rank,
         )
     # Two halves of about equal tokens, so that nano-batches can divide the rank's rows between two
     # documents.

@@ -59,7 +59,7 @@ def nano_batches_as_set(
         trees: prefix trees, each laid out as one document; None without prefix sharing.
     """
     if settings.document_layout == "whole":
-        documents_of_ranks = whole_documents(lengths, settings.ranks, settings.tokens_per_rank)
+        documents_of_ranks = whole_documents(lengths, settings.ranks, settings.rows_per_rank)
         return _whole_on_ranks(lengths, documents_of_ranks, settings, trees)
     nano_documents = split_documents(lengths, settings.ranks) if settings.may_ping_pong else None
     if nano_documents is None:
@@ -84,7 +84,7 @@ def _divided(
     trees: PrefixTrees | None,
 ) -> list[Layout]:
     """Return the layout of each nano-batch, with documents divided by their query-key pairs."""
-    check_capacity(lengths, settings.ranks, settings.tokens_per_rank)
+    check_capacity(lengths, settings.ranks, settings.rows_per_rank)
     attended = reach(settings.dominant_kind, trees)
     tables = divide_nano_batches(
         lengths,
@@ -181,11 +181,11 @@ def packed_in_order(
     """Return documents packed in order, with nothing moved for balance: what a plan is compared to.
 
     Each rank has whole documents, with tokens as equal as possible, be they more than
-    tokens_per_rank. Where a document is longer than that, documents are cut where a rank's share
+    rows_per_rank. Where a document is longer than that, documents are cut where a rank's share
     ends.
     """
     rank_lengths = [lengths.tolist()]
-    if int(lengths.max()) <= settings.tokens_per_rank:
+    if int(lengths.max()) <= settings.rows_per_rank:
         # A document is on the rank on whose share its middle lies.
         stops = np.cumsum(lengths)
         twice_middles = 2 * stops - lengths

@@ -132,7 +132,7 @@ def choose(
     as_set = partial(nano_batches_as_set, lengths, trees=trees)
     search = _Search(lengths, settings, as_set, trees)
     if settings.document_layout == "auto":
-        check_capacity(lengths, settings.ranks, settings.tokens_per_rank)
+        check_capacity(lengths, settings.ranks, settings.rows_per_rank)
         listed = search.in_groups()
     elif settings.document_layout == "whole":
         listed = [*search.whole_documents(), *search.as_set()]
@@ -221,7 +221,7 @@ class _Search:
                 self._lengths,
                 self._seconds,
                 self._node_sizes,
-                self._settings.tokens_per_rank,
+                self._settings.rows_per_rank,
                 self._speeds,
             )
             if joined_sizes is not None and joined_sizes not in sizes_of_groups:
@@ -240,7 +240,7 @@ class _Search:
             self._lengths,
             self._seconds,
             sizes,
-            self._settings.tokens_per_rank,
+            self._settings.rows_per_rank,
             self._speeds,
             fill_to=fill_to,
         )
@@ -257,7 +257,7 @@ class _Search:
                 self._lengths,
                 self._seconds,
                 ranks,
-                self._settings.tokens_per_rank,
+                self._settings.rows_per_rank,
                 self._speeds,
             )
             return [placing] if even_tokens is None else [even_tokens, placing]

@@ -6,6 +6,7 @@ from itertools import chain
 
 import numpy as np
 
+from hf_distca.checks.plan_rules import Plans
 from hf_distca.plan import SEGMENT, AttentionKind, Branches, Layout
 from hf_distca.plan.arrays import IntArray, Table
 from hf_distca.plan.cost import as_lengths
@@ -63,29 +64,16 @@ def fixed_layout(rank_lengths: Sequence[Sequence[int]], ranks: int | None = None
     return assemble(lengths, segments, ranks)
 
 
-def check_settings(balance_tolerance: float, balance_block_size: int) -> None:
-    """Raise ValueError for planner settings that are out of range."""
-    if not 0 <= balance_tolerance < float("inf"):
-        raise ValueError(
-            "balance_tolerance must be 0 or more (0.05 allows 5 % above the mean), got "
-            f"{balance_tolerance}"
-        )
-    if balance_block_size < 1:
-        raise ValueError(f"balance_block_size must be at least 1 row, got {balance_block_size}")
-
-
-def check_capacity(lengths: IntArray, ranks: int, tokens_per_rank: int) -> None:
-    """Raise ValueError unless `ranks` ranks of `tokens_per_rank` rows can hold the documents."""
-    if ranks < 1 or tokens_per_rank < 1:
-        raise ValueError(
-            f"ranks and tokens_per_rank must be positive, got {ranks} and {tokens_per_rank}"
-        )
+def check_capacity(lengths: IntArray, ranks: int, rows_per_rank: int) -> None:
+    """Raise ValueError unless `ranks` ranks of `rows_per_rank` rows can hold the documents."""
     total = int(lengths.sum())
-    if total > ranks * tokens_per_rank:
-        raise ValueError(
-            f"{counted(len(lengths), 'document')} of {counted(total, 'token')} in all, but "
-            f"{counted(ranks, 'rank')} of {tokens_per_rank} take {ranks * tokens_per_rank}; use "
-            "fewer documents, more ranks or more tokens_per_rank"
+    if total > ranks * rows_per_rank:
+        raise Plans.DOCUMENTS_BEYOND_RANKS.error(
+            documents=counted(len(lengths), "document"),
+            tokens=counted(total, "token"),
+            ranks=counted(ranks, "rank"),
+            rows=rows_per_rank,
+            capacity=ranks * rows_per_rank,
         )
 
 

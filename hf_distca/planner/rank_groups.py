@@ -85,7 +85,7 @@ def place_in_groups(
     lengths: IntArray,
     seconds: FloatArray,
     sizes: tuple[int, ...],
-    tokens_per_rank: int,
+    rows_per_rank: int,
     speeds: FloatArray,
     *,
     fill_to: float = 0.0,
@@ -106,12 +106,12 @@ def place_in_groups(
         None if a document is too long for every group, or a group would have fewer tokens than
         ranks.
     """
-    if int(lengths.max()) > max(sizes) * tokens_per_rank:
+    if int(lengths.max()) > max(sizes) * rows_per_rank:
         return None
     if len(sizes) == 1:
         return Placing.of_all(seconds, speeds)
     bins = Bins(
-        [size * tokens_per_rank for size in sizes],
+        [size * rows_per_rank for size in sizes],
         speeds=np.add.reduceat(speeds, _starts(sizes)).tolist(),
     )
     order = largest_first(seconds)
@@ -120,7 +120,7 @@ def place_in_groups(
     else:
         group_of_document = bins.pack(lengths, seconds, order, bins.least_work)
     for size, room in zip(sizes, bins.room, strict=True):
-        if size * tokens_per_rank - room < size:
+        if size * rows_per_rank - room < size:
             return None
     # Sort the documents by group; those that no group has room for come first.
     sorted_documents = np.argsort(group_of_document, kind="stable")
@@ -135,7 +135,7 @@ def _starts(sizes: Sequence[int]) -> IntArray:
 
 
 def place_on_ranks(
-    lengths: IntArray, seconds: FloatArray, ranks: int, tokens_per_rank: int, speeds: FloatArray
+    lengths: IntArray, seconds: FloatArray, ranks: int, rows_per_rank: int, speeds: FloatArray
 ) -> Placing | None:
     """Give whole documents to ranks so that they fit, if need be with unequal work.
 
@@ -145,9 +145,9 @@ def place_on_ranks(
     Returns:
         None if a document is too long, documents do not fit, or a rank would have none.
     """
-    if int(lengths.max()) > tokens_per_rank:
+    if int(lengths.max()) > rows_per_rank:
         return None
-    rank_of_document = ranks_of_whole(lengths, ranks, tokens_per_rank)
+    rank_of_document = ranks_of_whole(lengths, ranks, rows_per_rank)
     if rank_of_document is None or len(np.unique(rank_of_document)) < ranks:
         return None
     documents = tuple(np.flatnonzero(rank_of_document == rank) for rank in range(ranks))
@@ -159,7 +159,7 @@ def joined_nodes(
     lengths: IntArray,
     seconds: FloatArray,
     node_sizes: Sequence[int],
-    tokens_per_rank: int,
+    rows_per_rank: int,
     speeds: FloatArray,
 ) -> tuple[int, ...] | None:
     """Join as few nodes as documents need, for groups of about equal work per rank.
@@ -178,7 +178,7 @@ def joined_nodes(
     limit = float(seconds.sum() / speeds.sum()) * (1 + ALIKE)
     # 1. Give documents that are too large for a node several nodes.
     nodes_by_work = seconds / (limit * node_ranks)
-    nodes_by_rows = lengths / (node_ranks * tokens_per_rank)
+    nodes_by_rows = lengths / (node_ranks * rows_per_rank)
     needed_nodes = np.ceil(np.maximum(nodes_by_work, nodes_by_rows)).astype(np.int64)
     nodes_of_groups = sorted(needed_nodes[needed_nodes > 1].tolist(), reverse=True)
     single_nodes = node_count - sum(nodes_of_groups)
@@ -187,7 +187,7 @@ def joined_nodes(
     nodes_of_groups += [1] * single_nodes
     # 2. Place all documents, and join groups with too much work to those with the least.
     sizes = tuple(node_ranks * nodes for nodes in nodes_of_groups)
-    placing = place_in_groups(lengths, seconds, sizes, tokens_per_rank, speeds)
+    placing = place_in_groups(lengths, seconds, sizes, rows_per_rank, speeds)
     if placing is None:
         return None
     nodes_of_groups = _joined_until_alike(placing.seconds.tolist(), nodes_of_groups, limit)
@@ -270,7 +270,7 @@ def nano_batches_in_groups(
     tables = [joined(*segments) for segments in zip(*segments_of_groups, strict=True)]
     # 2. Cut documents that fit into no group; they belong to the first nano-batch.
     if placing.unplaced:
-        room = np.full(settings.ranks, settings.tokens_per_rank)
+        room = np.full(settings.ranks, settings.rows_per_rank)
         cut = cut_where_room(placing.unplaced, lengths, room_left(room, joined(*tables)))
         tables[0] = joined(tables[0], cut)
     # 3. Make layouts.

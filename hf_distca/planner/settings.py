@@ -29,7 +29,7 @@ class PlanSettings:
 
     Attributes:
         ranks: Number of ranks that hold tokens.
-        tokens_per_rank: Maximum number of rows that a rank holds.
+        rows_per_rank: Maximum number of rows that a rank holds.
         kinds: Kinds of attention of the model's layers.
         bytes_per_value: Size of a value in the dtype of core attention.
         document_layout: "auto" lets the planner place documents. "fixed" packs documents in order
@@ -53,7 +53,7 @@ class PlanSettings:
     """
 
     ranks: int
-    tokens_per_rank: int
+    rows_per_rank: int
     kinds: tuple[AttentionKind, ...] = (AttentionKind(),)
     bytes_per_value: int = 2
     document_layout: str = "auto"
@@ -73,12 +73,12 @@ class PlanSettings:
     @property
     def capacity(self) -> int:
         """Maximum number of rows that all ranks together hold."""
-        return self.ranks * self.tokens_per_rank
+        return self.ranks * self.rows_per_rank
 
     @property
     def document_capacity(self) -> int:
         """Maximum number of rows of a document: a rank's where documents stay whole, else all."""
-        return self.tokens_per_rank if self.document_layout == "whole" else self.capacity
+        return self.rows_per_rank if self.document_layout == "whole" else self.capacity
 
     @property
     def tolerances(self) -> tuple[float, ...]:

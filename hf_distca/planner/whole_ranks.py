@@ -27,17 +27,17 @@ COMPARED_BATCHES = 4
 """Number of micro-batches of each kind that are planned for the comparison."""
 
 
-def fitting(lengths: IntArray, ranks: int, tokens_per_rank: int) -> IntArray:
+def fitting(lengths: IntArray, ranks: int, rows_per_rank: int) -> IntArray:
     """Return the lengths of a micro-batch without its last documents.
 
     The others fit into whole ranks.
 
     Args:
-        lengths: [documents] of at most tokens_per_rank tokens each.
+        lengths: [documents] of at most rows_per_rank tokens each.
     """
 
     def too_many(count: int) -> bool:
-        return ranks_of_whole(lengths[:count], ranks, tokens_per_rank) is None
+        return ranks_of_whole(lengths[:count], ranks, rows_per_rank) is None
 
     counts = range(len(lengths) + 1)
     first_too_many = bisect_left(counts, True, key=too_many)
@@ -67,7 +67,7 @@ def whole_ranks_pay(
     if not may_choose_whole_ranks(settings) or settings.costs is None:
         return False
     compared = list(islice(full, COMPARED_BATCHES))
-    if max(int(lengths.max()) for lengths in compared) > settings.tokens_per_rank:
+    if max(int(lengths.max()) for lengths in compared) > settings.rows_per_rank:
         return False
     costs = settings.costs
     speeds = 1 / np.array(costs.slowness or (1.0,) * settings.ranks)

@@ -21,6 +21,7 @@ from accelerate.utils import parse_flag_from_env
 from torch.cuda import device_count, is_available
 
 from hf_distca.checks.refusal import RefusedError
+from hf_distca.checks.server_rules import ServerPool
 from hf_distca.dispatch.dispatcher import Dispatcher
 from hf_distca.dispatch.threads import in_thread, wait_until
 from hf_distca.pool.child import serve_from_child
@@ -79,15 +80,9 @@ def split_launch(servers: int, *, cpu: bool) -> Launch:
     world = int(os.environ.get("WORLD_SIZE", "1"))
     ranks = world - servers
     if ranks < 1:
-        raise RefusedError(
-            f"attention_servers={servers} of {world} processes leaves no rank to train; start more "
-            f"processes: accelerate launch --num_processes {servers + 1} or above"
-        )
+        raise ServerPool.NO_RANKS.error(servers=servers, processes=world, least=servers + 1)
     if dist.is_initialized() or PartialState._shared_state:
-        raise RefusedError(
-            "torch.distributed or accelerate has started already, but attention_servers divides "
-            "the processes before that; make DistCATrainingArguments first in the script"
-        )
+        raise ServerPool.STARTED.error()
     store = _connect_to_store(rank)
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     device = f"cuda:{local_rank}" if is_available() and not cpu else "cpu"
@@ -139,12 +134,7 @@ def _missing_gpu(rank: int, local_rank: int, device: str) -> str:
     gpus = device_count()
     if local_rank < gpus:
         return ""
-    return (
-        f"the attention server of rank {rank} would compute on {device}, but its host has "
-        f"{gpus} GPUs, and a server that shares a GPU with a rank adds nothing. Start no "
-        "more processes on a host than it has GPUs, servers included; or start servers on "
-        "other hosts with attention_servers='external' and hf-distca serve"
-    )
+    return str(ServerPool.NO_GPU.error(rank=rank, device=device, gpus=gpus))
 
 
 def serve_if_server(launch: Launch | None, timeout_s: float, kernel: str) -> None:

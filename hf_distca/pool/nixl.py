@@ -26,7 +26,8 @@ from typing import Any, Literal, NamedTuple
 
 import psutil
 
-from hf_distca.checks.refusal import PackageError, RefusedError
+from hf_distca.checks.refusal import PackageError
+from hf_distca.checks.server_rules import ServerPool
 from hf_distca.pool.messages import NixlPeer
 from hf_distca.pool.wire import LinkLost
 
@@ -229,10 +230,7 @@ def _interface_with(address: str) -> str:
     for name, entries in psutil.net_if_addrs().items():
         if any(entry.address == address for entry in entries):
             return str(name)
-    raise RefusedError(
-        f"no network interface of this host has the address {address}, to which NIXL "
-        "binds its port; use an address of an interface of this host"
-    )
+    raise ServerPool.NO_INTERFACE.error(address=address)
 
 
 def _chunks(pieces: Sequence[Piece]) -> list[Piece]:

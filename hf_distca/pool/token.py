@@ -7,7 +7,7 @@ import string
 from pathlib import Path
 from tempfile import NamedTemporaryFile
 
-from hf_distca.checks.refusal import RefusedError
+from hf_distca.checks.server_rules import ServerPool
 
 TOKEN_BYTES = 32
 """Bytes of a token: as many as the digest of the HMAC-SHA256 that proves it."""
@@ -21,10 +21,7 @@ def parse_token(text: str) -> bytes:
     digits = text.strip()
     if len(digits) == 2 * TOKEN_BYTES and set(digits) <= set(string.hexdigits):
         return bytes.fromhex(digits)
-    raise RefusedError(
-        f"a token has {2 * TOKEN_BYTES} hexadecimal digits, got {len(digits)} characters that are "
-        "not a token; use the token that the training run wrote"
-    )
+    raise ServerPool.NOT_A_TOKEN.error(digits=2 * TOKEN_BYTES, characters=len(digits))
 
 
 def make_token() -> bytes:
@@ -52,22 +49,17 @@ def read_token(path: str | Path) -> bytes:
         with open(path, encoding="ascii", errors="replace") as file:
             mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
             if mode & 0o077:
-                raise RefusedError(
-                    f"{path} can be read or written by other users (mode {mode:04o}); restrict it "
-                    "with chmod 600, or make a new token"
-                )
+                raise ServerPool.READABLE_TOKEN.error(path=path, mode=f"{mode:04o}")
             # More than the digits of a token and their line end; a large file is not read wholly.
             return parse_token(file.read(4 * TOKEN_BYTES))
     except OSError as error:
-        raise RefusedError(f"cannot read the token file {path}: {error.strerror}") from error
+        raise ServerPool.NO_TOKEN_FILE.error(path=path, why=error.strerror) from error
 
 
-def parse_address(text: str, least_port: int = 0, setting: str = "an address") -> tuple[str, int]:
+def parse_address(text: str, least_port: int = 0, setting: str = "the address") -> tuple[str, int]:
     """Return host and port of HOST:PORT or [HOST]:PORT."""
     host, _, port = text.rpartition(":")
     host = host.strip("[]")
     if not host or not port.isdecimal() or not least_port <= int(port) <= 65535:
-        raise RefusedError(
-            f"{setting} must be HOST:PORT with a port from {least_port} to 65535, got {text!r}"
-        )
+        raise ServerPool.ADDRESS.error(setting=setting, given=text, least=least_port)
     return host, int(port)

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hf_distca.checks.refusal import RefusedError
+from hf_distca.checks.server_rules import ServerPool
 from hf_distca.pool.messages import (
     Call,
     NixlPeer,
@@ -241,9 +241,7 @@ def make_memory(choice: Choice, device: torch.device, address: str) -> Memory:
     except (ImportError, ValueError, LinkLost) as error:
         if choice is Choice.AUTO:
             return Memory(device, str(error))
-        raise RefusedError(
-            f"attention_servers={{'transport': 'nixl'}} cannot be used: {error}"
-        ) from error
+        raise ServerPool.NO_NIXL.error(why=error) from error
 
 
 class Transport:

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from hf_distca.checks.plan_rules import Plans
 from hf_distca.plan import AttentionKind, Direction
 from hf_distca.plan.arrays import FloatArray
 from hf_distca.predict.seconds import KernelCost, LinkCost, Links
@@ -81,10 +82,8 @@ class DeviceProfile:
         try:
             return cls(**json.loads(path.read_text(encoding="utf-8"), object_hook=_part))
         except (OSError, ValueError, TypeError) as error:
-            raise ValueError(
-                f"no device profile at {name!r}: expected one of {', '.join(shipped)}, or a file "
-                f"that hf-distca profile wrote ({type(error).__name__}: {error})"
-            ) from error
+            why = f"{type(error).__name__}: {error}"
+            raise Plans.NO_PROFILE.error(given=name, why=why, shipped=", ".join(shipped)) from error
 
 
 PARTS: dict[str, Callable[..., Any]] = {

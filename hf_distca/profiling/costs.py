@@ -100,7 +100,7 @@ def _measured_profile(run: RunSpec, dispatcher: Dispatcher, folder: Path | None)
         run.model.hidden,
         torch.float32 if settings.bytes_per_value == 4 else torch.bfloat16,
         device,
-        most_rows=settings.tokens_per_rank,
+        most_rows=settings.rows_per_rank,
         limit_s=LIMIT_S,
     )
     measured = with_links(
@@ -130,7 +130,7 @@ def _description(dispatcher: Dispatcher) -> str:
         f"Measured when training began: {settings.ranks} ranks on nodes of "
         f"{settings.ranks_per_node}, {name_of(device)}, kernel {dispatcher.kernel.name}, "
         f"{settings.dominant_kind}, {settings.bytes_per_value} bytes a value, at most "
-        f"{settings.tokens_per_rank} tokens a rank, torch {torch.__version__}, kernel costs "
+        f"{settings.rows_per_rank} tokens a rank, torch {torch.__version__}, kernel costs "
         f"{', '.join(cost.name for cost in fields(KernelCost))}"
     )
 

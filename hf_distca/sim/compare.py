@@ -229,14 +229,14 @@ def simulate(
         return Gain(speed_up, float(ratios.min()), float(ratios.max()))
 
     # 4. The result.
-    sentences = list(advice(compared, run.plans.tokens_per_rank))
+    sentences = list(advice(compared, run.plans.rows_per_rank))
     if drawn_for_ranks:
         sentences.append(DRAWN_FOR_RANKS)
     if too_long:
         sentences.append(too_long_advice(uncut_lengths, capacity))
     return Simulation(
         ranks=run.plans.ranks,
-        tokens_per_rank=run.plans.tokens_per_rank,
+        tokens_per_rank=run.plans.rows_per_rank,
         documents=len(lengths),
         tokens=int(lengths.sum()),
         histogram=histogram(lengths),
@@ -394,17 +394,17 @@ def _as_drawn(full: list[IntArray], run: RunSpec) -> tuple[list[IntArray], bool]
     The second value says whether their documents fit into whole ranks.
     """
     chosen = replace(run.plans, costs=run.costs)
-    fitted = (fitting(lengths, run.plans.ranks, run.plans.tokens_per_rank) for lengths in full)
+    fitted = (fitting(lengths, run.plans.ranks, run.plans.rows_per_rank) for lengths in full)
     longest = max(int(lengths.max()) for lengths in full)
-    if longest > run.plans.tokens_per_rank or not whole_ranks_pay(full, fitted, chosen):
+    if longest > run.plans.rows_per_rank or not whole_ranks_pay(full, fitted, chosen):
         return full, False
-    return [fitting(lengths, run.plans.ranks, run.plans.tokens_per_rank) for lengths in full], True
+    return [fitting(lengths, run.plans.ranks, run.plans.rows_per_rank) for lengths in full], True
 
 
-def advice(compared: Compared, tokens_per_rank: int) -> Iterator[str]:
+def advice(compared: Compared, rows_per_rank: int) -> Iterator[str]:
     """Yield sentences of advice from the figures of the strategies that are compared."""
     # 1. What plans gain, and what other strategies cut.
-    yield from _gains(compared, tokens_per_rank)
+    yield from _gains(compared, rows_per_rank)
     best = compared.best
     planned = compared.planned
     if best.documents_cut > planned.documents_cut:
@@ -423,7 +423,7 @@ def advice(compared: Compared, tokens_per_rank: int) -> Iterator[str]:
             yield "A larger tolerance moves fewer rows: planning={'balance_tolerance': 0.1}."
 
 
-def _gains(compared: Compared, tokens_per_rank: int) -> Iterator[str]:
+def _gains(compared: Compared, rows_per_rank: int) -> Iterator[str]:
     """Yield sentences on the speed over the best other strategy, and over what transformers run."""
     best = compared.best
     planned = compared.planned
@@ -445,7 +445,7 @@ def _gains(compared: Compared, tokens_per_rank: int) -> Iterator[str]:
             "documents beside short ones would gain more."
         )
     else:
-        yield f"{by_best}. Set {layout}tokens_per_rank={tokens_per_rank}."
+        yield f"{by_best}. Set {layout}tokens_per_rank={rows_per_rank}."
     # 2. The gain over what transformers run.
     today = compared.in_transformers
     if today not in (best, compared.packing):

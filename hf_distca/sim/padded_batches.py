@@ -101,7 +101,7 @@ def steps_of(
         planned: the plans of each planned strategy by name.
     """
     lengths = np.concatenate([np.array(row, np.int64) for row in batch])
-    enough = replace(run, plans=replace(run.plans, tokens_per_rank=int(lengths.sum())))
+    enough = replace(run, plans=replace(run.plans, rows_per_rank=int(lengths.sum())))
     return {
         PADDED: on_ranks(padded(batch), run),
         PACKED: on_ranks(batch, run),

@@ -130,7 +130,7 @@ def packed_rows(lengths: IntArray, run: RunSpec) -> tuple[list[list[int]], int]:
     Returns:
         [ranks] lengths of the spans in each row, and the number of cut documents.
     """
-    span_lengths, cut_documents = _cut(lengths, run.plans.tokens_per_rank)
+    span_lengths, cut_documents = _cut(lengths, run.plans.rows_per_rank)
     order = largest_first(span_lengths)
     # Each span goes to the rank with the fewest tokens, whether that rank has room or not.
     ranks = Bins([int(span_lengths.sum())] * run.plans.ranks)
@@ -153,7 +153,7 @@ def whole_documents(lengths: IntArray, run: RunSpec, group: Group = ONE_RANK) ->
 
     With rows divided it is the baseline of WLB-LLM and of the paper.
     """
-    most_tokens = run.plans.tokens_per_rank * group.ranks
+    most_tokens = run.plans.rows_per_rank * group.ranks
     span_lengths, cut_documents = _cut(lengths, most_tokens)
     costs = document_seconds(span_lengths, run.costs)
     order = largest_first(costs)

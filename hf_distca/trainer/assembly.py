@@ -1,6 +1,7 @@
 """Build a dispatcher for the trainer and for custom training loops."""
 
 import logging
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ from hf_distca.models.checkpointing import checkpointed_layers, layers_with_chec
 from hf_distca.models.decoder import mixing_layers
 from hf_distca.models.describe import describe_run
 from hf_distca.models.images import image_model
+from hf_distca.models.model_facts import check_is_model
 from hf_distca.models.sharing import shares_prefixes, why_sequences_share_nothing
 from hf_distca.models.tables import model_limits
 from hf_distca.patches.head import adapted_heads
@@ -94,7 +96,27 @@ def make_dispatcher(
         ImportError: The package of the kernel is not installed.
     """
     check(DISPATCHED, {"config": config, "mesh": mesh})
-    device = torch.device(device)
+    with raised_together(config.exchange_timeout):
+        check_is_model(model)
+    return _dispatcher(
+        model, config, torch.device(device), dtype, mesh, checkpointed, folder, facts
+    )
+
+
+def _dispatcher(
+    model: PreTrainedModel,
+    config: DistCAConfig,
+    device: torch.device,
+    dtype: torch.dtype | None,
+    mesh: RankMesh | None,
+    checkpointed: int | None,
+    folder: Path | None,
+    facts: Mapping[str, Any],
+) -> Dispatcher:
+    """Prepare a model and return its dispatcher, as `make_dispatcher` does once it has checked it.
+
+    A trainer has checked its arguments earlier, all at once.
+    """
     with raised_together(config.exchange_timeout):
         check((NOT_CONNECTED,), parallel.ProcessCounts.of_this_process())
     _check_same_settings(config)
@@ -163,9 +185,8 @@ def pack_padded(
     Args:
         model: A loaded model of transformers, or PEFT's around one. Planned attention replaces its
             own.
-        config: Settings for packing, balancing and exchanging. All ranks together hold
-            `tokens_per_rank` tokens a rank at a time; more tokens are computed one micro-batch
-            after another.
+        config: Settings for packing, balancing and exchanging. Ranks compute more
+            tokens than they can hold one micro-batch after another.
         device: Device of this rank.
         dispatcher: Dispatcher of another model with the same kinds of attention, such as the
             trained model of a reference model. None makes one.
@@ -180,12 +201,17 @@ def pack_padded(
     else:
         with dispatcher.groups.raised_together():
             prepare_model(model, dispatcher.run)
+    _pack(model, config, dispatcher)
+    return dispatcher
+
+
+def _pack(model: PreTrainedModel, config: DistCAConfig, dispatcher: Dispatcher) -> None:
+    """Let a model compute padded batches by the plans of a dispatcher."""
     shares = shares_prefixes(
         config.share_prefixes, why_sequences_share_nothing(model), dispatcher.groups.rank
     )
     batches = PaddedBatches(dispatcher, share_prefixes=shares, image_model=image_model(model))
     pack_backbone(model, batches)
-    return dispatcher
 
 
 def _check_same_settings(config: DistCAConfig) -> None:
@@ -231,6 +257,34 @@ def gathers_whole_layers(model: PreTrainedModel, run: RunSpec, accelerator: Acce
     return bool(divided) and parallel.gathers_parameters(accelerator)
 
 
+def pack_teacher(teacher: PreTrainedModel, config: DistCAConfig, trainer: Trainer) -> Dispatcher:
+    """Let the teacher of a trainer compute padded batches, and return its dispatcher.
+
+    A collective of the world. FSDP2 or DeepSpeed may have wrapped the teacher already.
+
+    Args:
+        config: settings of the teacher, which is never trained.
+    """
+    args: Any = trainer.args
+    accelerator = trainer.accelerator
+    dtype = parallel.dtype_of_computation(teacher, args, accelerator)
+    facts = parallel.facts_of_launch(teacher, args, accelerator, dtype)
+    # ZeRO-3 gathers the weights of one module at a time.
+    gathers = parallel.gathers_parameters(accelerator)
+    dispatcher = _dispatcher(
+        teacher,
+        config,
+        args.device,
+        dtype,
+        parallel.data_parallel_mesh(accelerator),
+        None,
+        None,
+        {**facts, "checkpointing": None, "planning": {"ping_pong": False} if gathers else None},
+    )
+    _pack(teacher, config, dispatcher)
+    return dispatcher
+
+
 def prepare_trainer(trainer: Trainer, *, packs: bool) -> Dispatcher:
     """Check a trainer with model and accelerator on all ranks, and prepare its model.
 
@@ -255,16 +309,15 @@ def prepare_trainer(trainer: Trainer, *, packs: bool) -> Dispatcher:
     dtype = parallel.dtype_of_computation(model, args, accelerator)
     never_turns = layers_run_once and args.planning.ping_pong == AUTO
     facts = parallel.facts_of_launch(model, args, accelerator, dtype)
-    dispatcher = make_dispatcher(
+    dispatcher = _dispatcher(
         model,
         args,
         args.device,
-        dtype=dtype,
-        mesh=parallel.data_parallel_mesh(accelerator),
-        checkpointed=checkpointed_layers(model, facts["checkpointing"]),
-        folder=Path(str(args.output_dir)),
-        planning={"ping_pong": False} if never_turns else None,
-        **facts,
+        dtype,
+        parallel.data_parallel_mesh(accelerator),
+        checkpointed_layers(model, facts["checkpointing"]),
+        Path(str(args.output_dir)),
+        {**facts, "planning": {"ping_pong": False} if never_turns else None},
     )
     if args.device.type == "cuda":  # the memory of other devices is unknown
         fit_into_memory(model, args, dispatcher, may_chunk=not layers_run_once)

@@ -15,9 +15,8 @@ from hf_distca.checks.refusal import PackageError
 from hf_distca.dispatch.dispatcher import Dispatcher
 from hf_distca.patches.padded_models import plan_ahead
 from hf_distca.server_settings import AttentionServers
-from hf_distca.trainer import parallel
 from hf_distca.trainer.arguments import DistCAPaddedArguments
-from hf_distca.trainer.assembly import pack_padded
+from hf_distca.trainer.assembly import pack_teacher
 from hf_distca.trainer.padded import DistCAPaddedMixin
 from hf_distca.trainer.preference import RolloutMixin
 
@@ -55,30 +54,13 @@ class TeacherMixin(DistCAPaddedMixin):
             return
         super()._pack_models()
         if self.teacher_model is not None:  # a server may take its place
-            self._teacher_dispatcher = self._pack_teacher(self._teacher())
+            config: Any = copy(self.args)
+            vars(config).update(NEVER_TRAINED)
+            self._teacher_dispatcher = pack_teacher(self._teacher(), config, self)
 
     def _teacher(self) -> Any:
         """Return the teacher without what FSDP or DeepSpeed put around it."""
         return self.accelerator.unwrap_model(self.teacher_model)
-
-    def _pack_teacher(self, teacher: Any) -> Dispatcher:
-        """Let the teacher compute padded batches. A collective call."""
-        args: Any = copy(self.args)
-        vars(args).update(NEVER_TRAINED)
-        dtype = parallel.dtype_of_computation(teacher, args, self.accelerator)
-        facts = parallel.facts_of_launch(teacher, args, self.accelerator, dtype)
-        gathers = parallel.gathers_parameters(self.accelerator)
-        return pack_padded(
-            teacher,
-            args,
-            self.args.device,
-            dtype=dtype,
-            mesh=parallel.data_parallel_mesh(self.accelerator),
-            may_be_wrapped=True,
-            # ZeRO-3 gathers the weights of one module at a time.
-            planning={"ping_pong": False} if gathers else None,
-            **{**facts, "checkpointing": None},
-        )
 
     def close(self) -> None:
         """Close the process groups of the student and of the teacher, as `DistCATrainer` does."""

@@ -133,7 +133,7 @@ def check_trainer(trainer: Any, *, packs: bool) -> None:
         rolls_out_images=_rolls_out_images(trainer),
         why_no_images=why_no_images(base_model(trainer.model)) if has_images else "",
         tp_size=trainer.get_tp_size(),
-        servers=args.attention_servers.count,
+        attention_servers=args.attention_servers.count,
         accumulation=args.gradient_accumulation_steps,
         ddp_finds_unused=args.ddp_find_unused_parameters,
         reentrant=reentrant,

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 from tqdm.auto import tqdm
 from transformers.trainer_utils import seed_worker
 
-from hf_distca.checks.data_rules import Data
+from hf_distca.checks.data_rules import A_RANK, ALL_RANKS, Data
 from hf_distca.collator.collation import DistCACollator, RankDocuments
 from hf_distca.collator.dataset_prefixes import (
     DatasetPrefixes,
@@ -237,8 +237,8 @@ class PackedLoaders:
         that cannot train.
 
         Args:
-            capacity: maximum number of tokens of a global micro-batch; 0 means ranks ·
-                tokens_per_rank.
+            capacity: maximum number of tokens of a global micro-batch; 0 means as
+                many as all ranks hold.
             bins: number of bins of a micro-batch; 0 means one for each rank if documents must stay
                 whole, or else one.
 
@@ -257,7 +257,7 @@ class PackedLoaders:
         if capacity == 0:
             capacity = self._dispatcher.settings.capacity
         bin_capacity = capacity // bins
-        limit_name = "tokens_per_rank" if stay_whole else "ranks · tokens_per_rank"
+        limit_name = A_RANK if stay_whole else ALL_RANKS
         # 2. The spans that fit.
         spans = fit_documents(
             lengths, bin_capacity, self._args.long_documents, limit_name, name=name, limits=limits
@@ -359,7 +359,7 @@ class PackedLoaders:
             dataset,
             groups.ranks,
             groups.rank,
-            args.tokens_per_rank,
+            self._dispatcher.settings.rows_per_rank,
             args.long_documents,
             replace(self._columns, images=frozenset()),
             self._name(dataset),

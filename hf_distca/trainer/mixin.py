@@ -65,14 +65,15 @@ class DistCAMixin(PlannedTraining):
 
     packs_documents = True
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        given = arguments_by_name(super().__init__, args, kwargs)
-        collator = given.get("data_collator")
+    def _initialize(self, arguments: dict[str, Any]) -> None:
+        collator = arguments.get("data_collator")
         left_out = collator if gives_rows(collator) else None
-        arguments = self._checked(given if left_out is None else {**given, "data_collator": None})
+        if left_out is not None:
+            arguments = {**arguments, "data_collator": None}
+        arguments = self._checked(arguments)
         # Otherwise the user's collator makes the batches.
         self._packs = arguments.get("data_collator") is None
-        super().__init__(**arguments)
+        self._initialize_trainer(arguments)
         if self._packs and self.args.process_index == 0:
             print_left_out(self.args, left_out)
         # The number of targets reaches the loss as the plan reaches attention: as a keyword. Models

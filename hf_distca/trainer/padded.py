@@ -11,7 +11,7 @@ from hf_distca.models.sharing import shares_prefixes, why_sequences_share_nothin
 from hf_distca.patches.padded_models import pack_backbone
 from hf_distca.trainer.assembly import gathers_whole_layers, pack_padded
 from hf_distca.trainer.parallel import gathers_parameters
-from hf_distca.trainer.planned import PlannedTraining, arguments_by_name
+from hf_distca.trainer.planned import PlannedTraining
 
 
 class DistCAPaddedMixin(PlannedTraining):
@@ -35,10 +35,9 @@ class DistCAPaddedMixin(PlannedTraining):
 
     packs_documents = False
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        named = self._checked(arguments_by_name(super().__init__, args, kwargs))
+    def _initialize(self, arguments: dict[str, Any]) -> None:
         self._is_packed = False
-        super().__init__(**named)
+        self._initialize_trainer(self._checked(arguments))
         self._pack_models()
 
     def _pack_models(self) -> None:

@@ -80,6 +80,19 @@ class PlannedTraining(_Trainer):
     model: PreTrainedModel
     dispatcher: Dispatcher
 
+    if not TYPE_CHECKING:  # checkers of types and editors see the trainer's own constructor
+
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            self._initialize(arguments_by_name(super().__init__, args, kwargs))
+
+    def _initialize(self, arguments: dict[str, Any]) -> None:
+        """Check the arguments, build the trainer, and prepare its planned training."""
+        raise NotImplementedError
+
+    def _initialize_trainer(self, arguments: dict[str, Any]) -> None:
+        """Call the constructor of the trainer that follows the mixin."""
+        super().__init__(**arguments)
+
     def _checked(self, arguments: dict[str, Any]) -> dict[str, Any]:
         """Return the arguments that the trainer is built with, or raise ValueError.
 
@@ -87,7 +100,7 @@ class PlannedTraining(_Trainer):
             arguments: arguments of the trainer's `__init__` by name.
         """
         if isinstance(arguments.get("args"), DistCAPaddedArguments):
-            # Before a server loads anything. Its arguments are incomplete.
+            # Ends a process that does not train, whose arguments are incomplete.
             arguments["args"].serve_if_server()
         check_given(type(self), arguments, packs=self.packs_documents)
         arguments = self._prepare_arguments(arguments)
@@ -436,7 +449,7 @@ def complete_card(path: Path, data: str, run: RunSpec, accumulation: int, *, pac
         data=data,
         ranks=plans.ranks,
         strategy=NAMES[run.strategy],
-        tokens_per_rank=plans.tokens_per_rank,
+        tokens_per_rank=plans.rows_per_rank,
         tokens=plans.capacity,
         document_layout=plans.document_layout,
     )

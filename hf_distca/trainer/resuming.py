@@ -31,6 +31,7 @@ from hf_distca.collator.place import (
     DIVIDED,
     FITTING,
     LAYOUT,
+    RANK_CAPACITY,
     SHARED,
     WORKERS,
     DataOrder,
@@ -314,7 +315,7 @@ def data_order(
     if is_stream(dataset):
         return {
             "ranks": ranks,
-            "tokens_per_rank": args.tokens_per_rank,
+            RANK_CAPACITY: dispatcher.settings.rows_per_rank,
             "long_documents": args.long_documents,
             WORKERS: args.dataloader_num_workers,
             **({DIVIDED: True} if args.divided_streams else {}),

@@ -58,16 +58,16 @@ class DistCASFTTrainer(DistCAMixin, SFTTrainer):
     that is given by name, which then gets planned attention.
     """
 
-    def __init__(self, model: Any, args: DistCASFTConfig, *positional: Any, **kwargs: Any) -> None:
+    def _initialize(self, arguments: dict[str, Any]) -> None:
         # For "train" and "eval": targets of the micro-batches since the last log, on all ranks.
         self._targets: dict[str, list[float]] = defaultdict(list)
-        super().__init__(model, args, *positional, **kwargs)
+        super()._initialize(arguments)
         if self._is_vision_dataset:
             for name in DATASETS:
                 setattr(self, name, self._processed(getattr(self, name), name))
         for name in DATASETS:
             _check_examples_remain(
-                self._unprepared[name], getattr(self, name), name, args.max_length
+                self._unprepared[name], getattr(self, name), name, arguments["args"].max_length
             )
 
     def _prepare_arguments(self, arguments: dict[str, Any]) -> dict[str, Any]:

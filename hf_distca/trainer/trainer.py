@@ -1,11 +1,13 @@
 """DistCATrainer: transformers' Trainer on packed documents with balanced core attention."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from torch import nn
 from transformers import Trainer
 
 from hf_distca.collator.texts import with_tokens
 from hf_distca.models.loading import load_model
+from hf_distca.trainer.arguments import DistCAArguments
 from hf_distca.trainer.mixin import DistCAMixin
 
 
@@ -21,6 +23,25 @@ class DistCATrainer(DistCAMixin, Trainer):
       `args.dataset_text_field`, with one end-of-sequence token after each document. Streams are
       tokenized as they are read.
     """
+
+    if TYPE_CHECKING:  # as transformers has it, but the model may be a name
+
+        def __init__(
+            self,
+            model: str | nn.Module | None = None,
+            args: DistCAArguments | None = None,
+            data_collator: Any = None,
+            train_dataset: Any = None,
+            eval_dataset: Any = None,
+            processing_class: Any = None,
+            model_init: Any = None,
+            compute_loss_func: Any = None,
+            compute_metrics: Any = None,
+            callbacks: list[Any] | None = None,
+            optimizers: tuple[Any, Any] = (None, None),
+            optimizer_cls_and_kwargs: tuple[type[Any], dict[str, Any]] | None = None,
+            preprocess_logits_for_metrics: Any = None,
+        ) -> None: ...
 
     def _prepare_arguments(self, arguments: dict[str, Any]) -> dict[str, Any]:
         model = arguments.get("model")

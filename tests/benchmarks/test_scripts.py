@@ -235,7 +235,7 @@ def test_encoders_planned_and_in_place(script, monkeypatch):
     assert images.model.modalities[0].merge == 2
     assert images.model.linear == 27 * (4 * 1152**2 + 2 * 1152 * 4304)
     assert images.model.quadratic == 2 * 27 * 1152
-    settings = PlanSettings(ranks=4, tokens_per_rank=8192, document_layout="fixed")
+    settings = PlanSettings(ranks=4, rows_per_rank=8192, document_layout="fixed")
     chosen = next(iter(documents.micro_batches(4, 1)))
     found = benchmark.both(documents, chosen, settings)
     planned, in_place = found["planned"], found["in place"]

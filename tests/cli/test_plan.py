@@ -157,7 +157,7 @@ def test_json_holds_documents_segments_and_tasks(command, planned):
         ([1, 2.0], (), "item 1 is 2.0"),
         ([True], (), "item 0 is True"),
         ([[1], [0]], (), "row 1: item 0 is 0"),
-        ([17], (), "1 document of 17 tokens in all, but 2 ranks of 8 take 16"),
+        ([17], (), "1 document of 17 tokens, but 2 ranks of 8 rows hold 16"),
         ([[9], [1]], (FIXED,), "row 0 holds 9 tokens"),
         ([[1], [1], [1]], (), "holds 3 rows, but --ranks is 2"),
         ([[1], [1]], (FIXED, "--ranks", "3"), "holds 2 rows, but --ranks is 3"),

@@ -10,9 +10,11 @@ from transformers import Qwen3NextConfig
 
 import hf_distca
 from hf_distca.checks.setting_names import CHECKPOINTING
+from hf_distca.cli import InputError
 from hf_distca.cli.model import config_of_shape
 from hf_distca.cli.options import wrapped
 from hf_distca.cli.simulate import _aligned
+from hf_distca.kernels.versions import TorchVarlenKernel
 from hf_distca.models.fake import model_of_config
 from hf_distca.models.shape import model_shape
 from hf_distca.plan import AttentionKind
@@ -55,6 +57,23 @@ def test_every_strategy_trains_the_same_tokens(figures, small, subtests):
             assert 0 <= strategy["idle"] < 1
             if strategy["name"].startswith("hf_distca"):
                 assert strategy["tokens_most"] <= 4096
+
+
+def test_plans_are_chosen_by_the_settings_of_hf_distca_plan(run, small, monkeypatch, tmp_path):
+    chosen = []
+
+    def keep(settings):
+        chosen.append(settings)
+        raise InputError("enough")
+
+    monkeypatch.setattr("hf_distca.cli.simulate.simulate", lambda _, run, **__: keep(run.plans))
+    monkeypatch.setattr("hf_distca.cli.plan._plan", lambda _, settings: keep(settings))
+    (tmp_path / "lengths.json").write_text("[4000, 100]")
+    options = ("--tokens-per-rank", "4096", "--lengths", str(tmp_path / "lengths.json"))
+    for command in ("simulate", "plan"):
+        assert "enough" in run(command, "--ranks", "2", *options, "--model", small)[2]
+    assert chosen[0] == chosen[1]
+    assert chosen[0].row_overhead == TorchVarlenKernel.row_overhead > 0
 
 
 def test_long_documents_beside_short_ones_pay_and_equal_ones_do_not(
@@ -131,9 +150,9 @@ def test_the_chosen_plan_is_never_slower_than_other_strategies(figures, without_
         ("--config", "/nowhere", "cannot read /nowhere: No such file"),
         ("--tensor-parallel", "3", "does not divide the model's 32 query heads"),
         ("--report", ".", "cannot write .: it is a folder; name a file"),
-        ("--profile", "abacus", "no device profile at 'abacus': expected one of"),
+        ("--profile", "abacus", "no device profile at 'abacus' (FileNotFoundError"),
         ("--model", "/no/where", "no model config at '/no/where'"),
-        ("--ranks-per-node", "3", "ranks_per_node=3 does not divide the 8 ranks"),
+        ("--ranks-per-node", "3", "ranks_per_node=3 is set, but it does not divide the 8 ranks"),
     ],
     ids=[
         "servers",

@@ -34,7 +34,7 @@ from tests.refused import refused
 def collate(examples, settings, long_documents="error", filler=0):
     """The batch of every rank, all examples being one global micro-batch."""
     lengths = document_lengths(examples, progress=False)
-    limit = settings.ranks * settings.tokens_per_rank
+    limit = settings.ranks * settings.rows_per_rank
     micro_batch = GlobalMicroBatch(fit_documents(lengths, limit, long_documents, "limit"))
     return [
         DistCACollator(rank, filler)(
@@ -334,16 +334,6 @@ def test_faulty_streams():
         list(StreamPacker([{"input_ids": [1]}, {"input_ids": [1] * 7}], 1, 0, 6))
     with refused(Data.EMPTY_DOCUMENT, name="document 1 of rank 0's share of the stream"):
         list(StreamPacker([{"input_ids": [1]}, {"input_ids": []}], 1, 0, 6))
-
-
-@pytest.mark.parametrize(
-    ("rank", "tokens", "error"),
-    [(2, 6, "give one from 0 to 1"), (0, 0, "tokens_per_rank is 0")],
-    ids=["rank 2 of 2", "no tokens"],
-)
-def test_shares_of_a_stream_that_cannot_be(rank, tokens, error):
-    with pytest.raises(ValueError, match=error):  # before the first document is read
-        StreamPacker(iter([]), 2, rank, tokens)
 
 
 # Padding-free collators

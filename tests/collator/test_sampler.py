@@ -44,16 +44,6 @@ def test_policies_for_long_documents():
         GlobalBatchSampler(spans, 8)
 
 
-@pytest.mark.parametrize(
-    ("policy", "limit"), [("drop", 4), ("split", 0)], ids=["unknown policy", "no limit"]
-)
-def test_policies_that_cannot_be(policy, limit):
-    with pytest.raises(
-        ValueError, match=f"is {limit} and the policy for long documents '{policy}'"
-    ):
-        fit(policy, limit)
-
-
 def test_a_summary_names_documents_tokens_lengths_and_what_is_cut_or_dropped():
     def summary(lengths, limit, policy, limits=NO_LIMITS):
         lengths = np.array(lengths)

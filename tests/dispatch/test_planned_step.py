@@ -432,7 +432,7 @@ def bound_plan():
 
 def test_a_plan_of_another_batch(bound_plan):
     bound, _ = bound_plan
-    with pytest.raises(ValueError, match="gives this rank 12 rows, but the model runs on 7"):
+    with pytest.raises(ValueError, match="runs on 7 rows, but the plan gives this rank 12 rows"):
         small_model()(input_ids=torch.arange(3, 10)[None], distca_plan=bound)
 
 

@@ -16,7 +16,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from hf_distca.checks.refusal import RefusedError
+from hf_distca.checks.argument_rules import DISPATCHED
+from hf_distca.checks.refusal import RefusedError, check
+from hf_distca.config import DistCAConfig
 from hf_distca.dispatch import process_groups as groups_module
 from hf_distca.dispatch.dispatcher import Dispatcher
 from hf_distca.dispatch.process_groups import Groups, mesh_ranks, raised_together, ranks_per_node
@@ -82,7 +84,7 @@ def test_ranks_that_share_a_gpu(monkeypatch):
     groups_module.check_devices("gloo", shared := ["a", "b", "a", "b"])
     with pytest.raises(
         ValueError,
-        match=r"share one: ranks \[0, 2\] on a; ranks \[1, 3\] on b\. Start one.*use gloo",
+        match=r"share a GPU: ranks \[0, 2\] on a; ranks \[1, 3\] on b, but.*; start one.*use gloo",
     ):
         groups_module.check_devices("nccl", shared)
 
@@ -194,8 +196,8 @@ def _two_by_two() -> None:
     assert (groups.rank, groups.ranks, groups.all_gather(rank)) == (replica, 2, [shard, 2 + shard])
     assert groups.all_gather(rank, in_world=True) == [0, 1, 2, 3]
     assert groups.any_of([rank == 3, rank == 0]) == [shard == 1, shard == 0]
-    with pytest.raises(ValueError, match="has the dimensions"):
-        mesh_ranks(mesh)
+    with pytest.raises(ValueError, match=r"mesh has the dimensions \('dp', 'tp'\).*mesh\['dp'\]"):
+        check(DISPATCHED, {"config": DistCAConfig(tokens_per_rank=8), "mesh": mesh})
     for lost in (ImportError("no kernel"), OSError("no disk")):
         with (
             pytest.raises(ValueError, match=f"^rank 1: {type(lost).__name__}: {lost}$"),

@@ -16,9 +16,13 @@ import hf_distca
 from hf_distca.checks import argument_rules, launch_rules
 from hf_distca.checks.batch_rules import Batch
 from hf_distca.checks.data_rules import Data, Source
+from hf_distca.checks.kernel_rules import Kernels
 from hf_distca.checks.model_rules import ADAPTERS, Models
+from hf_distca.checks.plan_rules import Plans
 from hf_distca.checks.refusal import Refusal
 from hf_distca.checks.run_rules import Resume, Run
+from hf_distca.checks.server_rules import ServerPool
+from hf_distca.checks.step_rules import PlannedStep
 from hf_distca.cli.main import TOOLS
 from hf_distca.planning_settings import Planning, PlanningOrNone
 from hf_distca.server_settings import AttentionServers, Servers
@@ -97,11 +101,16 @@ REFUSALS: dict[str, tuple[Refusal, ...]] = {
     "Launch and model": (
         *launch_rules.PROCESSES,
         launch_rules.NOT_CONNECTED,
-        *launch_rules.TRAINER,
+        launch_rules.SHARED_GPU,
+        *(rule for rule in launch_rules.TRAINER if rule not in entries(ServerPool)),
     ),
     "Files and names of data": entries(Source),
     "Data": (*entries(Data), *entries(Batch)),
+    "Kernels": entries(Kernels),
+    "Plans": entries(Plans),
+    "Attention servers": entries(ServerPool),
     "Runs": entries(Run),
+    "Steps": entries(PlannedStep),
     "Resuming": entries(Resume),
 }
 """Sections of the page that are tables of the code."""

@@ -110,7 +110,7 @@ def test_files_that_are_named_exist(page):
     named = set(re.findall(rf"`({folders}/[\w/.]*)`", text))
     named |= set(re.findall(rf"(?<![\w/])({folders}/[\w/]+\.(?:py|yaml|json(?:\.gz)?))\b", text))
     assert not [path for path in named if not (ROOT / path).exists()], page
-    for path in re.findall(r"\]\((?!https?:)([^)#]+)", text):
+    for path in re.findall(r"\]\((?!https?:|../../actions/)([^)#]+)", text):
         assert (ROOT / page).parent.joinpath(path).exists(), (page, path)
     assert set(re.findall(r"\bdistca/([a-z_]+)", text)) <= set(METRICS), page
 
@@ -638,12 +638,20 @@ def test_the_site_builds_without_a_warning_and_needs_no_other_host(tmp_path):
     assert (tmp_path / "search" / "search_index.js").is_file()
 
 
-def test_the_long_description_has_absolute_links():
-    module = runpy.run_path(str(ROOT / ".ci" / "absolute_links.py"))
-    links = re.findall(
-        r"\]\(([^)]*)\)", module["with_absolute_links"](README, "https://example.org/a/b", "v1")
-    )
+def test_what_pypi_shows_names_the_repository():
+    module = runpy.run_path(str(ROOT / ".ci" / "name_repository.py"))
+    at = ("https://example.org/a/b", "v1")
+    links = re.findall(r"\]\(([^)]*)\)", module["with_absolute_links"](README, *at))
     assert "https://example.org/a/b/raw/v1/docs/step.svg" in links
     assert "https://example.org/a/b/blob/v1/examples/train.py" in links
+    assert "https://example.org/a/b/actions/workflows/ci.yml/badge.svg" in links
     assert [link for link in links if not link.startswith(("https://", "#"))] == []
-    assert "absolute_links.py" in (ROOT / ".github" / "workflows" / "release.yml").read_text()
+    settings = module["with_addresses"]((ROOT / "pyproject.toml").read_text(), *at)
+    assert tomllib.loads(settings)["project"]["urls"] == {
+        "Repository": "https://example.org/a/b",
+        "Documentation": "https://example.org/a/b/blob/v1/docs/index.md",
+        "Changelog": "https://example.org/a/b/blob/v1/CHANGELOG.md",
+        "Issues": "https://example.org/a/b/issues",
+        "Paper": "https://arxiv.org/abs/2510.18121",
+    }
+    assert "name_repository.py" in (ROOT / ".github" / "workflows" / "release.yml").read_text()

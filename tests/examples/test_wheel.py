@@ -1,11 +1,12 @@
-"""The wheel of a clean checkout, in an environment that has what it declares and no more, runs the
-quickstart.
+"""The wheel of a clean checkout, built from its sdist, runs the quickstart in an environment that
+has what it declares and no more.
 """
 
 import re
 import shutil
 import subprocess
 import sys
+import tarfile
 from functools import partial
 from importlib.metadata import Distribution, distribution
 from pathlib import Path
@@ -49,7 +50,13 @@ def python(clone, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("environment")
     pip = [sys.executable, "-m", "pip"]
     wheels = ["--no-deps", "--no-index", "--no-build-isolation", "--wheel-dir", folder / "wheels"]
-    run_outside([*pip, "wheel", *wheels, clone], ROOT.parent)
+    # As release.yml does: the wheel is built from the sdist.
+    run_outside([sys.executable, "-m", "hatchling", "build", "-t", "sdist", "-d", folder], clone)
+    (sdist,) = folder.glob("hf_distca-*.tar.gz")
+    with tarfile.open(sdist) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    assert {"constraints.txt", "examples/train.py", "examples/configs/ddp.yaml"} <= names
+    run_outside([*pip, "wheel", *wheels, sdist], ROOT.parent)
     wheel = folder / "wheels" / f"hf_distca-{hf_distca.__version__}-py3-none-any.whl"
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True)
     python = folder / "bin" / "python"

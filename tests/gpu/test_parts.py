@@ -121,7 +121,7 @@ def test_exchange_on_the_cpu(rank_pools, ranks, link):
 
 
 def test_documents_divide_into_two_nano_batches_where_they_are_placed():
-    settings = PlanSettings(ranks=2, tokens_per_rank=2 * sum(Setting().lengths), ping_pong=True)
+    settings = PlanSettings(ranks=2, rows_per_rank=2 * sum(Setting().lengths), ping_pong=True)
     lengths = sorted(Setting().lengths, reverse=True)
     assert len(plan_placed([lengths[:2], lengths[2:]], settings).nano_batches) == 2
 

@@ -33,13 +33,10 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
 
 def test_kernels_by_name() -> None:
-    with pytest.raises(ValueError, match="'sdpa'") as error:
-        get_kernel("sdpa", CPU)
-    assert all(name in str(error.value) for name in KERNEL_NAMES)
     assert ("auto", *KERNELS) == KERNEL_NAMES
     usual = [Need(torch.float32, 64, 64, AttentionParams(1.0))]
     get_kernel("cpu", CPU, usual)
-    with pytest.raises(ValueError, match="got cuda; on CUDA use 'torch_varlen'"):
+    with pytest.raises(ValueError, match=r"is cuda, but .*; on CUDA use 'torch_varlen'"):
         get_kernel("cpu", CUDA, usual)
     get_kernel("reference", CUDA, [Need(torch.float16, 999, 1, AttentionParams(1.0, softcap=2.0))])
 
@@ -54,44 +51,20 @@ def test_shapes_and_params() -> None:
     assert (empty.cu_q.tolist(), empty.max_q, empty.max_k) == ([0], 0, 0)
 
 
-@pytest.mark.parametrize(
-    ("q_lens", "message"), [([1, 2], "got 2 q_lens but 1 k_lens"), ([-1], "0 or more")]
-)
-def test_refused_shapes(q_lens: list[int], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        TaskShapes.build(q_lens, [3], "cpu")
-
-
-@pytest.mark.parametrize(
-    ("window", "softcap", "causal", "message"),
-    [
-        (0, None, True, "window must be at least 1"),
-        (4, None, False, "a window needs causal=True"),
-        (None, 0.0, True, "softcap must be positive"),
-    ],
-)
-def test_refused_params(
-    window: int | None, softcap: float | None, causal: bool, message: str
-) -> None:
-    with pytest.raises(ValueError, match=message):
-        AttentionParams(1.0, window, softcap, causal)
-
-
 @pytest.mark.parametrize("kernel_name", ["cpu", "reference", "torch_varlen"])
 def test_refused_tensors(kernel_name: str, subtests: pytest.Subtests) -> None:
     kernel = get_kernel(kernel_name, CPU)
     params = AttentionParams(1.0)
     do, q, k, v, shapes = make_inputs(Case((3,), (5,)), torch.float32)
     for tensors, message in [
-        ((q, k.bfloat16(), v, shapes), "one dtype, got torch.float32, torch.bfloat16"),
         (
             (q, k, v, TaskShapes.build([3], [6], "cpu")),
-            "3 query rows and 6 key/value rows, but q, k and v have 3, 5",
+            r"q \[3, H, D\], k \[6, G, D\] and v \[6, G, E\] for .*; got .*\(5, 2, 32\)",
         ),
-        ((q, k[..., :8], v, shapes), "differ in head dim: 32 and 8"),
-        ((q[:, :3], k, v, shapes), "q a multiple of it, got 2, 2 and 3"),
-        ((q, k, v[:, :1], shapes), "got 2, 1 and 4"),
-        ((q.flatten(1), k, v, shapes), r"kernels take q \[Q, H, D\]"),
+        ((q, k[..., :8], v, shapes), r"got \(3, 4, 32\), \(5, 2, 8\)"),
+        ((q[:, :3], k, v, shapes), r"H a multiple of G; got \(3, 3, 32\)"),
+        ((q, k, v[:, :1], shapes), r"\(5, 2, 32\) and \(5, 1, 32\)"),
+        ((q.flatten(1), k, v, shapes), r"got \(3, 128\)"),
         (
             (q, k[:2], v[:2], TaskShapes.build([3], [2], "cpu")),
             "task 0 has 3 query rows but only 2 key",

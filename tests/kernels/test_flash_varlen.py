@@ -183,42 +183,67 @@ FA3, FA4, NEWER_FA4 = (
 @pytest.mark.parametrize(
     ("name", "change", "major", "message"),
     [
-        ("flash_attn_4", {"device": CPU}, 9, "on CUDA, got cpu; on the CPU use 'cpu'"),
+        (
+            "flash_attn_4",
+            {"device": CPU},
+            9,
+            r"is cpu, but .*; on the CPU use 'cpu'",
+        ),
         (
             "flash_attn",
             {"dtype": torch.float32},
             9,
-            "float16 and bfloat16, got torch.float32: train in",
+            "computed in torch.float32, but .* float16 and bfloat16; train in",
         ),
-        ("flash_attn", {"head_dim": 264}, 9, "head dims up to 256, got 264 for queries"),
-        ("flash_attn", {"values": 512}, 9, "up to 256, got 64 for queries and keys and 512"),
-        ("torch_varlen", CAPPED, 9, "softcap, got 30.0; set .*flash_attn', 'flash_attn_3' or"),
-        ("torch_varlen", {}, 7, r"compute capability 8.0 .* got 7\.0; 'reference' runs on any"),
+        ("flash_attn", {"head_dim": 264}, 9, "are 264 for queries .* at most 256"),
+        (
+            "flash_attn",
+            {"values": 512},
+            9,
+            "are 64 for .* 512 for .* at most 256",
+        ),
+        (
+            "torch_varlen",
+            CAPPED,
+            9,
+            "softcap=30.0, but .*; set .*flash_attn', 'flash_attn_3' or",
+        ),
+        (
+            "torch_varlen",
+            {},
+            7,
+            r"7\.0, but .* needs 8\.0 .*; use 'reference', which",
+        ),
         ("torch_varlen", WIDE, 12, None),
         ("flash_attn", CAPPED | WIDE, 8, None),
-        ("flash_attn_3", {}, 8, r"9\.0 \(Hopper\), got 8\.0; 'torch_varlen' runs from 8\.0 on"),
-        ("flash_attn_3", {}, 10, r"9\.0 \(Hopper\), got 10\.0"),
+        (
+            "flash_attn_3",
+            {},
+            8,
+            r"8\.0, but .* 9\.0 \(Hopper\); use 'torch_varlen', which",
+        ),
+        ("flash_attn_3", {}, 10, r"10\.0, but .* 9\.0 \(Hopper\)"),
         ("flash_attn_3", CAPPED | WIDE, 9, None),
         ("flash_attn_3", {"head_dim": 192, "deterministic": True}, 9, None),
         (
             "flash_attn_3",
             {"head_dim": 200, "deterministic": True},
             9,
-            "no deterministic .* dims above 192, got 200",
+            "of 200 for .* no deterministic .* dims above 192",
         ),
-        ("flash_attn_4", {}, 8, r"9\.0 \(Hopper\) or 10\.x \(Blackwell\), got 8\.0"),
-        ("flash_attn_4", {}, 12, r"got 12\.0"),
+        ("flash_attn_4", {}, 8, r"8\.0, but .* 9\.0 \(Hopper\) or 10\.x \(Blackwell\)"),
+        ("flash_attn_4", {}, 12, r"capability 12\.0, but"),
         (
             "flash_attn_4",
             CAPPED | WIDE,
             10,
-            "no softcap for head dims of 256 and 256 on Blackwell, got 30.0",
+            "softcap=30.0 and head dims of 256 .* no softcap for such head dims on Blackwell",
         ),
         (
             "flash_attn_4",
             WIDE,
             10,
-            "no window for head dims of 256 and 256 on Blackwell, got 5; 'flash_attn' has",
+            "window=5 and head dims of 256 .* no window for .* on Blackwell; use 'flash_attn'",
         ),
         ("flash_attn_4", CAPPED | WIDE, 9, None),
         ("flash_attn_4", CAPPED | {"dtype": torch.float16}, 10, None),
@@ -231,7 +256,7 @@ FA3, FA4, NEWER_FA4 = (
             r"FA3 is activated in torch, .* 8\.0 .*restore_flash_attention_impl",
         ),
         ("torch_varlen", FA4 | FULL, 9, None),
-        ("torch_varlen", FA4, 9, r"torch 2\.11\.0 gives it no windows, got 5"),
+        ("torch_varlen", FA4, 9, r"window=5, but torch 2\.11\.0 gives it no windows"),
         ("torch_varlen", NEWER_FA4, 9, None),
         ("torch_varlen", NEWER_FA4 | WIDE | FULL, 10, None),
         ("torch_varlen", NEWER_FA4 | {"head_dim": 160}, 10, r"FA4 .* no head dim of 160 .* 10\.0"),
@@ -298,11 +323,11 @@ def test_where_no_kernel_can_do_it(machine):
         "flash_attn",
     ]
     assert "pip install flash-attn-3" in lines[0]
-    assert "does not support softcap, got 50.0" in lines[2]
+    assert "softcap=50.0, but" in lines[2]
     assert get_kernel("auto", CPU, LLAMA).name == "cpu"
     with pytest.raises(ValueError, match="kernel 'cpu' computes in"):
         get_kernel("auto", CPU, (need(dtype=torch.int8),))
-    with pytest.raises(ValueError, match="'auto' chooses for cpu and cuda devices only, got mps"):
+    with pytest.raises(ValueError, match="is mps, but kernel 'auto' chooses for cpu and cuda"):
         get_kernel("auto", torch.device("mps"))
 
 

@@ -515,7 +515,7 @@ def test_a_plan_of_the_longest_documents_is_not_made_again(monkeypatch, lengths,
     tokens = []
 
     def plan_noted(lengths, settings):
-        tokens.append(settings.tokens_per_rank)
+        tokens.append(settings.rows_per_rank)
         return plan_micro_batch(lengths, settings)
 
     parts = {"activations": 1000}

@@ -160,7 +160,7 @@ REFUSED = [
 
 def test_what_a_plan_cannot_express(subtests):
     dispatcher = Dispatcher(
-        PlanSettings(ranks=1, tokens_per_rank=64, kinds=small_kinds()), torch.device("cpu")
+        PlanSettings(ranks=1, rows_per_rank=64, kinds=small_kinds()), torch.device("cpu")
     )
     plan = dispatcher.bind(dispatcher.plan_lengths([[5, 7]])[0])
 
@@ -189,7 +189,7 @@ def test_queries_are_scaled_by_positions_in_documents(lengths):
     """Llama 4's factors grow with each 40 positions; the model takes rows of the call for
     positions.
     """
-    settings = PlanSettings(ranks=1, tokens_per_rank=128, kinds=small_kinds(), ping_pong=True)
+    settings = PlanSettings(ranks=1, rows_per_rank=128, kinds=small_kinds(), ping_pong=True)
     dispatcher = Dispatcher(settings, torch.device("cpu"))
     plan = dispatcher.bind(dispatcher.plan_lengths([lengths])[0])
     assert len(plan.nano_batches) == 2

@@ -60,7 +60,7 @@ def batch_of(model: nn.Module) -> dict:
     """A planned micro-batch of one rank."""
     windows = (24, None) if getattr(model.config, "sliding_window", None) == 24 else (None,)
     settings = PlanSettings(
-        1, tokens_per_rank=4096, kinds=small_kinds(*windows), balance_block_size=8
+        1, rows_per_rank=4096, kinds=small_kinds(*windows), balance_block_size=8
     )
     plan = plan_micro_batch(LENGTHS, settings)
     batch = cut_rows(plan, 0, random_documents(LENGTHS))
@@ -331,7 +331,7 @@ def test_a_second_backward():
     plan_head(model, CHUNK_BYTES)
     loss = model(**batch_of(model)).loss
     loss.backward(retain_graph=True)
-    with pytest.raises(RuntimeError, match="set loss_chunk_bytes=0"):
+    with pytest.raises(ValueError, match="set loss_chunk_bytes=0"):
         loss.backward()
     plan_head(model, 0)
     loss = model(**batch_of(model)).loss

@@ -47,9 +47,11 @@ def planned(lengths, ranks, tokens_per_rank, **settings):
         (lambda: fixed_layout([]), "got 0 rows of documents"),
         (lambda: fixed_layout([[1], [1]], 3), "got 2 rows of documents for 3 ranks"),
         (lambda: fixed_layout([[1, 0]]), "document 1 has length 0"),
-        (lambda: planned([9], 2, 4), "1 document of 9 tokens in all, but 2 ranks of 4 take 8"),
+        (
+            lambda: planned([9], 2, 4),
+            "has 1 document of 9 tokens, but 2 ranks of 4 rows hold 8",
+        ),
         (lambda: planned([1, 0], 2, 4), "document 1 has length 0"),
-        (lambda: planned([1], 1, 0), "must be positive"),
         (
             lambda: planned([1], 4, 4, ranks_per_node=(2, 1)),
             "2,1 adds up to 3 ranks, but 4 ranks train",

@@ -47,7 +47,7 @@ def is_good_alone(plan: MicroBatchPlan, settings: PlanSettings) -> None:
     lengths, ranks = nano_batch.layout.lengths, settings.ranks
     # 1. Balance.
     assert plan.summary.max_over_mean <= 1 + settings.balance_tolerance
-    assert plan.tokens.max() <= settings.tokens_per_rank
+    assert plan.tokens.max() <= settings.rows_per_rank
     # 2. Tasks are cut for balance a few times a rank, and below a block only where a document or
     #    a rank's rows end.
     segments = len(nano_batch.layout.segments)
@@ -94,7 +94,7 @@ def seconds_without_plans(lengths, run):
         if group.ranks <= run.plans.ranks
     }
     steps = {
-        name: step for name, step in steps.items() if step.tokens_most <= run.plans.tokens_per_rank
+        name: step for name, step in steps.items() if step.tokens_most <= run.plans.rows_per_rank
     }
     steps["plain packing"] = plain(lengths, run)
     return {name: step.seconds for name, step in steps.items() if not step.documents_cut}

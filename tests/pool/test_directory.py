@@ -139,16 +139,19 @@ def test_wrong_options_are_said_in_a_line(capsys, tmp_path, directory, subtests)
         used = str(other.getsockname()[1])
         assert "--join" in refused(make_token())
         for options, message in [
-            (["--join", "127.0.0.1"], "must be HOST:PORT"),
+            (["--join", "127.0.0.1"], "has the form HOST:PORT"),
             (["--join", "127.0.0.1:99999"], "port from 1 to 65535"),
             (["--join", f"127.0.0.1:{directory.port}"], "another token"),
-            (["--token-file", "/no/such/file"], "cannot read the token file"),
+            (
+                ["--token-file", "/no/such/file"],
+                "token file /no/such/file is named, but",
+            ),
             (["--device", "gpu"], "no device 'gpu' on this host; set --device to cpu"),
             (["--device", "cuda:99"], "no device 'cuda:99' on this host"),
             (["--attention-kernel", "fast"], "invalid choice: 'fast' (choose from 'auto', "),
             (
                 ["--attention-kernel", "torch_varlen"],
-                "kernel 'torch_varlen' computes on CUDA, got cpu",
+                "is cpu, but kernel 'torch_varlen' computes on CUDA",
             ),
             (["--threads", "0"], "--threads: must be a positive whole number"),
             (["--wait", "nan"], "number of seconds"),

@@ -191,7 +191,7 @@ def test_servers_that_come_and_go(rank_pools, tmp_path):
 def opened_where_rank_1_lacks_nixl(port):
     """What `open_pool` says on this rank when it is asked for NIXL."""
     dispatcher = Dispatcher(
-        PlanSettings(dist.get_world_size(), tokens_per_rank=64, kinds=small_kinds(None)), CPU
+        PlanSettings(dist.get_world_size(), rows_per_rank=64, kinds=small_kinds(None)), CPU
     )
     servers = AttentionServers(1, address=f"127.0.0.1:{port}", transport="nixl")
     lacking = patch.object(nixl, "_MODULES", ()) if dist.get_rank() == 1 else nullcontext()
@@ -205,8 +205,8 @@ def test_nixl_that_one_rank_lacks_is_an_error_on_every_rank(rank_pools):
     port = free_port()
     for message in rank_pools[2].run(opened_where_rank_1_lacks_nixl, port):
         assert (
-            "rank 1: attention_servers={'transport': 'nixl'} cannot be used: NIXL is not installed"
-            in message
+            "rank 1: attention_servers={'transport': 'nixl'} is set, but it cannot be used: NIXL "
+            "is not installed" in message
         )
         assert "install nixl-cu12" in message
         assert "rank 0" not in message
@@ -247,7 +247,7 @@ def test_a_launch_that_leaves_no_rank_is_refused_on_every_process(divide, rank):
 
 
 def test_a_server_without_a_gpu_is_refused_on_every_process(divide, subtests):
-    message = "server of rank 3 would compute on cuda:3, but its host has 3 GPUs"
+    message = "server of rank 3 would compute on cuda:3, and its host has 3 GPUs"
     for rank in (3, 0, 1, 2):  # the server first: the others wait for its word
         with subtests.test(rank=rank), pytest.raises(ValueError, match=message):
             divide(rank, 4, 1, gpus=3)

@@ -25,7 +25,7 @@ from tests.planner.carried_out import carried_out, keys_of, plans_of_all_kinds
 from tests.planner.plan_checks import check_plan, rows_of
 
 ROWS = [[3000, 500], [700] * 5]
-SETTINGS = PlanSettings(ranks=2, tokens_per_rank=4096, balance_block_size=16)
+SETTINGS = PlanSettings(ranks=2, rows_per_rank=4096, balance_block_size=16)
 
 
 def with_servers(rows, workers, ranks_serve=True):

@@ -194,7 +194,7 @@ def test_buffers_are_left_alone_after_a_loss(ends):
 
 WORK = Work(3, 0, "forward")
 SETTINGS = PlanSettings(
-    ranks=1, tokens_per_rank=64, kinds=(SLIM,), balance_block_size=8, ping_pong=False
+    ranks=1, rows_per_rank=64, kinds=(SLIM,), balance_block_size=8, ping_pong=False
 )
 
 

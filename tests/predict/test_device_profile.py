@@ -137,6 +137,6 @@ def test_files_that_are_no_profile(tmp_path, content):
     if content is not None:
         path.write_text(content)
     with pytest.raises(
-        ValueError, match=r"no device profile at '.*mine\.json': expected one of .*h100"
+        ValueError, match=r"no device profile at '.*mine\.json' \(.*\), but .*; give one of .*h100"
     ):
         DeviceProfile.load(str(path))

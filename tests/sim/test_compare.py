@@ -74,7 +74,7 @@ def test_context_parallelism_shares_every_document_and_gathers_keys():
     assert of_two_groups.attention.tolist() == [PER_PAIR * pairs / 2 for pairs in (36, 36, 3, 3)]
     # Of 16 rows four parts read 4, 8, 12 and 16 keys.
     keys = replace(PROFILE, forward=KernelCost(0, 0, 1.0, 0), backward=KernelCost(0, 0, 0, 0))
-    run = changed(profile=keys, tokens_per_rank=16)
+    run = changed(profile=keys, rows_per_rank=16)
     assert plain(np.array([16, 8]), run).seconds == 3 * 16
     assert (
         whole_documents(np.array([16]), run, Group(2)).attention.max() == 3 * (4 + 8 + 12 + 16) / 2
@@ -83,7 +83,7 @@ def test_context_parallelism_shares_every_document_and_gathers_keys():
     diagonal = replace(
         PROFILE, forward=KernelCost(0, 0, 0, 0, 1.0), backward=KernelCost(0, 0, 0, 0)
     )
-    run = changed(profile=diagonal, tokens_per_rank=600)
+    run = changed(profile=diagonal, rows_per_rank=600)
     assert plain(np.array([600, 8]), run).seconds == 3 * 600 * 512
     assert whole_documents(np.array([16]), run, Group(2)).attention.max() == 3 * 16 * 4 / 2
     # A whole document is one task. A document shared by two ranks is four, or as many as it has
@@ -91,7 +91,7 @@ def test_context_parallelism_shares_every_document_and_gathers_keys():
     of_tasks = replace(
         PROFILE, forward=KernelCost(0, 0, 0, 0, task=1.0), backward=KernelCost(0, 0, 0, 0)
     )
-    run = changed(profile=of_tasks, tokens_per_rank=32)
+    run = changed(profile=of_tasks, rows_per_rank=32)
     assert plain(np.array([16, 8, 8, 32]), run).attention.tolist() == [3, 3 * 3]
     assert (
         whole_documents(np.array([16, 8, 3]), run, Group(2)).attention.tolist()
@@ -117,7 +117,7 @@ def test_ulysses_divides_heads_and_exchanges_them():
     of_tasks = replace(
         PROFILE, forward=KernelCost(0, 0, 0, 0, task=1.0), backward=KernelCost(0, 0, 0, 0)
     )
-    run = changed(profile=of_tasks, tokens_per_rank=32)
+    run = changed(profile=of_tasks, rows_per_rank=32)
     assert whole_documents(np.array([16, 8, 3]), run, heads).attention.tolist() == [3 * 3 / 2] * 2
 
 
@@ -170,7 +170,7 @@ def test_strategies_that_transformers_run():
 
 
 UNEVEN = np.array([1500, 200, 120, 90, 70, 60])
-OF_FOUR = {"ranks": 4, "tokens_per_rank": 512, "balance_block_size": 16}
+OF_FOUR = {"ranks": 4, "rows_per_rank": 512, "balance_block_size": 16}
 
 
 @pytest.mark.parametrize("layout", ["auto", "fixed"])

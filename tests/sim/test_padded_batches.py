@@ -61,7 +61,7 @@ def test_more_tokens_than_ranks_hold_run_as_micro_batches_and_long_sequences_are
     assert (
         figures_of_strategies["hf_distca"].step_seconds == LAYERS * 3 * (36 + 2 * 36) / 2
     )  # one micro-batch, then two
-    figures_of_strategies = simulated([[[16], [1]]], changed(tokens_per_rank=9))
+    figures_of_strategies = simulated([[[16], [1]]], changed(rows_per_rank=9))
     assert figures_of_strategies["whole sequences balanced"].step_seconds == LAYERS * 3 * 136
     assert figures_of_strategies["hf_distca"].step_seconds == pytest.approx(
         LAYERS * 3 * (136 + 1) / 2, rel=0.06
@@ -124,7 +124,7 @@ def test_turns_of_a_session_begin_with_all_turns_before():
     whole = lengths[0] // 128
     assert hashes[1][:whole] == hashes[0][:whole]
     assert hashes[TURNS][0] != hashes[0][0]
-    planned = plan_padded(batch.lengths, changed(tokens_per_rank=1 << 20).plans, batch.hashes)
+    planned = plan_padded(batch.lengths, changed(rows_per_rank=1 << 20).plans, batch.hashes)
     sessions = [lengths[TURNS - 1], lengths[-1]]
     # A turn ends inside a block, which it shares with no other sequence.
     assert sum(sessions) <= planned.sequences.computed_rows <= sum(sessions) + 128 * 60

@@ -525,6 +525,13 @@ def targets() -> Rows:
         yield kind, *(f"{shares[name]:.2f}" for name in ("median", "most"))
 
 
+@table_of("distillation")
+def distillation() -> Rows:
+    yield "loss and models", "MiB", "loss"
+    for way, found in result("distillation")["ways"].items():
+        yield way, f"{found['MiB']:,.0f}", f"{found['loss']:.4g}"
+
+
 @table_of("left_padding")
 def left_padding() -> Rows:
     """Rows of rollouts, by the way in which positions are counted."""

@@ -16,7 +16,7 @@ DOCS_SETUP := $(DOCS_ENVIRONMENT)/.setup
 CHECKPOINT := runs/checkpoint
 DEMO := runs/demo
 
-.PHONY: setup demo quick test lint types tests survey features docs oldest newest gpu gpu-wheels format clean
+.PHONY: setup demo quick test lint types tests survey features docs oldest newest axolotl swift gpu gpu-wheels format clean
 
 setup: $(SETUP)
 
@@ -103,7 +103,8 @@ VERSION_TESTS := tests/test_imports.py tests/kernels/test_contract.py tests/kern
 	tests/kernels/test_fused_triton.py tests/dispatch/test_launches.py::test_step_on_fake_cuda tests/gpu \
 	tests/collator tests/dispatch/test_process_groups.py tests/patches/test_attention.py \
 	tests/patches/test_compile.py tests/trainer/test_features.py \
-	tests/trainer/test_parallel.py
+	tests/trainer/test_parallel.py tests/images/test_inputs.py tests/images/test_processed.py \
+	"tests/images/test_training.py::test_families[1-llava-False]"
 
 # uv, because pip knows no way to take the oldest. What these versions need in turn is as new as they let it be.
 oldest: RESOLUTION := lowest-direct
@@ -114,6 +115,21 @@ oldest newest:
 	.venv-$@/bin/uv pip install --quiet --python .venv-$@/bin/python --resolution $(RESOLUTION) $(EDITABLE)
 	.venv-$@/bin/uv pip list --python .venv-$@/bin/python
 	CUDA_VISIBLE_DEVICES= .venv-$@/bin/python -m pytest $(VERSION_TESTS)
+
+# Trainings of axolotl and ms-swift with the plugins, on two processes, against trainings of transformers. They need
+# Python 3.12, as in make axolotl PYTHON=python3.12, and torch's CUDA build or another; no GPU.
+axolotl: .venv-axolotl/.setup
+	.venv-axolotl/bin/python tests/integrations/compare_axolotl.py runs/axolotl
+
+swift: .venv-swift/.setup
+	.venv-swift/bin/python tests/integrations/compare_swift.py runs/swift
+
+.venv-axolotl/.setup: PROGRAM := axolotl==0.21.0
+.venv-swift/.setup: PROGRAM := ms-swift==4.6.0 torch==2.13.0
+.venv-axolotl/.setup .venv-swift/.setup: pyproject.toml
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/pip install --quiet $(PROGRAM) --editable .
+	touch $@
 
 # Without a GPU it says so at once and fails with status 3: nothing was checked. With the folder wheels/ it needs no
 # network, only a PYTHON that has torch, transformers and pip: what else the library needs is taken from the folder.

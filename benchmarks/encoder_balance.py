@@ -9,10 +9,13 @@ encoded in two ways:
   in place    on the rank that holds its first placeholder
 
 Patches, work of the encoder, features that travel and pixels are counted, not timed. Work is the
-number of multiplications of the encoder's layers. The seconds of a forward and a backward are
-predicted from the work: a multiplication takes 6 FLOPs, at a constant rate. Features and their
-gradients are bfloat16, and pixels are float32. A rank reads whole documents: those with rows on the
-rank, and those with images that the rank encodes.
+number of multiplications of the encoder's layers. Seconds of a forward and a backward are predicted
+with the costs of an H100, under activation checkpointing. Features and their gradients are
+bfloat16, and pixels are float32. A rank reads whole documents: those with rows on the rank, and
+those with images that the rank encodes.
+
+Steps are predicted too: with the plan and its encoders, with the plan and encoders in place, and
+without plans. There each rank encodes the images of its documents.
 
 Run: python benchmarks/encoder_balance.py [--batches 100]
 """
@@ -29,7 +32,6 @@ from harness.simulated import simulated_run
 from numpy.typing import NDArray
 from transformers import AutoModelForImageTextToText, Qwen3VLConfig
 
-from hf_distca import PlanSettings
 from hf_distca.batches.images import ImageModel
 from hf_distca.collator.documents import Columns
 from hf_distca.collator.images import DocumentImages, read_images
@@ -41,7 +43,11 @@ from hf_distca.plan.images import travelling_rows
 from hf_distca.planner.images import plan_images
 from hf_distca.planner.prefixes import SequencePaths
 from hf_distca.planner.sequences import NO_SEQUENCE, on_rank, plan_sequences
-from hf_distca.predict.shapes import LLAMA_8B
+from hf_distca.predict.encoders import encoder_costs
+from hf_distca.predict.shapes import ModelShape
+from hf_distca.run import RunSpec
+from hf_distca.sim.encoders import SimulatedImages, with_encoders
+from hf_distca.sim.strategies import PLAIN, WHOLE, plain, step_of_plan, whole_documents
 
 TOKENS, NODE = 32768, 8
 """Tokens of a rank, and ranks of a node."""
@@ -60,8 +66,8 @@ WIDTH, LAYERS = 4096, 4
 PATCH_VALUES = 3 * 2 * 16**2
 """Numbers of a patch: colours, frames, pixels."""
 BFLOAT16, FLOAT32 = 2, 4
-FLOPS_PER_SECOND = 400e12
-"""Rate at which an H100 is taken to compute the encoder in bfloat16, 40 % of its peak."""
+QWEN3_8B = ModelShape.llama(36, 4096, 12288, 32, 8, 151936)
+"""Text model of Qwen3-VL-8B."""
 
 
 def seeing_model() -> ImageModel:
@@ -161,18 +167,23 @@ def in_place(planned: PlannedImages) -> PlannedImages:
 
 
 def figures(
-    planned: PlannedImages, images: DocumentImages, held: Table, ranks: int
+    planned: PlannedImages,
+    images: DocumentImages,
+    of_images: NDArray[np.float64],
+    held: Table,
+    ranks: int,
 ) -> dict[str, float]:
     """Return what the encoders of a micro-batch take.
 
     Args:
         images: of the micro-batch.
+        of_images: [images] predicted seconds of each.
         held: rows of documents that ranks hold, of dtype TOKENS.
     """
     patches = 4 * planned.rows
     of_ranks = np.bincount(planned.encoders, patches, ranks)
     work = np.bincount(planned.encoders, images.images["cost"], ranks)
-    seconds = 6 * work / FLOPS_PER_SECOND
+    seconds = np.bincount(planned.encoders, of_images, ranks)
     of_documents = np.bincount(images.images["document"], patches)
     read = []
     for rank in range(ranks):
@@ -196,19 +207,40 @@ def figures(
     }
 
 
-def both(documents: Documents, chosen: NDArray[np.int64], settings: PlanSettings) -> dict[str, Any]:
-    """Return the figures of a micro-batch, planned and in place."""
+def both(documents: Documents, chosen: NDArray[np.int64], run: RunSpec) -> dict[str, Any]:
+    """Return the figures of a micro-batch, planned and in place, and predicted steps."""
+    settings = run.plans
     lengths = documents.lengths[chosen]
     sequences = plan_sequences(SequencePaths.unshared(lengths), lengths, settings)
     images = documents.images.of_documents(chosen)
     planned = plan_images(
         images.images, images.placeholders, sequences.rank_rows, settings.ranks, ["image"]
     )["image"]
-    strategies = {"planned": planned, "in place": in_place(planned)}
-    return {
-        name: figures(strategy, images, sequences.rank_rows, settings.ranks)
-        for name, strategy in strategies.items()
+    costs = encoder_costs(images.model.encoder, run.device, checkpointing=True)
+    seconds = costs.seconds(images.images["patches"], images.images["pairs"])
+    encoded = {"planned": planned, "in place": in_place(planned)}
+    found: dict[str, Any] = {
+        name: figures(each, images, seconds, sequences.rank_rows, settings.ranks)
+        for name, each in encoded.items()
     }
+    # Steps, by strategy.
+    timed = images.images.copy()
+    timed["cost"] = seconds
+    batch = SimulatedImages(timed, images.placeholders, LAYERS * WIDTH * BFLOAT16)
+    (plan,) = sequences.plans
+    step = with_encoders(step_of_plan(plan, run), plan, batch, lengths, run)
+    assert step.encoder is not None
+    more = found["in place"]["busiest, s"] - float(step.encoder.max())
+    without_plans = {PLAIN: plain(lengths, run), WHOLE: whole_documents(lengths, run)}
+    found["steps"] = {
+        "hf_distca": step.seconds,
+        "hf_distca, encoders in place": step.seconds + more,
+        **{
+            name: with_encoders(each, None, batch, lengths, run).seconds
+            for name, each in without_plans.items()
+        },
+    }
+    return found
 
 
 def together(batches: Sequence[Mapping[str, float]]) -> dict[str, dict[str, float]]:
@@ -237,15 +269,18 @@ def main() -> None:
     options = options_parser(__doc__, batches=(100, "micro-batches")).parse_args()
     documents = Documents.drawn(CHATS)
     found: dict[str, Any] = {}
+    steps: dict[str, Any] = {}
     for ranks in RANKS:
-        settings = simulated_run(LLAMA_8B, ranks, TOKENS, NODE).plans
+        run = simulated_run(QWEN3_8B, ranks, TOKENS, NODE)
         batches = [
-            both(documents, chosen, settings)
+            both(documents, chosen, run)
             for chosen in documents.micro_batches(ranks, options.batches)
         ]
         found[str(ranks)] = {
             name: together([batch[name] for batch in batches]) for name in batches[0]
         }
+        steps[str(ranks)] = found[str(ranks)].pop("steps")
+        print(steps[str(ranks)])
         print(f"{ranks} ranks")
         print_rows(list(shown(found[str(ranks)])))
     rows_of_images = documents.images.images["rows"]
@@ -261,7 +296,8 @@ def main() -> None:
             "median tokens of a chat": float(np.median(documents.lengths)),
             "longest chat": int(documents.lengths.max()),
         },
-        flops_per_second=FLOPS_PER_SECOND,
+        steps=steps,
+        batches=options.batches,
     )
 
 

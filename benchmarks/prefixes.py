@@ -8,9 +8,11 @@ There are three cases:
   sessions  each rank has a session of an agent: 512 tokens with which all sessions begin, then
             eight turns of 64 to 256. Each turn is an example, which has all turns before it
 
-The model is a LLaMA with two layers and a quarter of the width of a Qwen3-0.6B. It trains in
-float32 with gradient checkpointing. Each rank calls the model with eight sequences at a time. Only
-completions, answers and the last turn of an example get logits. Both strategies pack:
+There are two models, each with two layers. "llama" has a quarter of the width of a Qwen3-0.6B.
+"hybrid" has a quarter of the width of a Qwen3.5-0.8B: a layer with a gated delta rule, and one with
+attention. They train in float32 with gradient checkpointing. Each rank calls the model with eight
+sequences at a time. Only completions, answers and the last turn of an example get logits. Both
+strategies pack:
 
   unshared  pack_padded with share_prefixes=False computes each sequence by itself
   shared    pack_padded shares prefixes
@@ -21,7 +23,7 @@ lengths and tokens, so that each step makes its plan. Rows are the rows of all r
 peak of a rank in a step, without what the rank held before. Each strategy has its own processes.
 Rows and memory come from the first round.
 
-Run: python benchmarks/prefixes.py [--rounds 8] [--scale 1]
+Run: python benchmarks/prefixes.py [--rounds 8] [--scale 1] [--model llama]
 """
 
 import os
@@ -48,7 +50,7 @@ from harness import (
     slowest,
     take_rounds,
 )
-from harness.models import QUARTER_OF_600M, VOCABULARY, llama
+from harness.models import QUARTER_OF_600M, VOCABULARY, hybrid, llama
 from harness.padded import (
     Batch,
     batch_of,
@@ -72,11 +74,15 @@ CPU = torch.device("cpu")
 RANKS = 2
 STRATEGIES = ("unshared", "shared")
 POSITIONS = 4096
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "llama": partial(llama, POSITIONS, **QUARTER_OF_600M),
+    "hybrid": partial(hybrid, POSITIONS),
+}
 
 
-def model_of(strategy: str) -> nn.Module:
+def model_of(name: str, strategy: str) -> nn.Module:
     """The model of a strategy. A collective call."""
-    model = llama(POSITIONS, **QUARTER_OF_600M)
+    model = MODELS[name]()
     keep_only_inputs_of_layers(model)
     # All sequences of a call fit at once.
     config = DistCAConfig(tokens_per_rank=EXAMPLES * POSITIONS, share_prefixes=strategy == "shared")
@@ -103,10 +109,10 @@ def step_of(case: str, model: nn.Module, seed: int, scale: int) -> Callable[[], 
     return partial(forward_backward, model, [batch_of_rank(examples)], targets_of(examples))
 
 
-def checked(scale: int) -> dict[str, Any]:
+def checked(name: str, scale: int) -> dict[str, Any]:
     """Rows, loss and norm of gradients of each case and strategy, for the first examples."""
     found: dict[str, Any] = {}
-    models = {strategy: model_of(strategy) for strategy in STRATEGIES}
+    models = {strategy: model_of(name, strategy) for strategy in STRATEGIES}
     for case, strategy in product(CASES, STRATEGIES):
         model = models[strategy]
         rows = rows_of(model, batch_of_rank(examples_of(case, 0, scale)))
@@ -120,10 +126,10 @@ def checked(scale: int) -> dict[str, Any]:
     return found
 
 
-def memory_of(strategy: str, scale: int) -> dict[str, float]:
+def memory_of(name: str, strategy: str, scale: int) -> dict[str, float]:
     """MiB above the start in a step of each case, in processes that compute no other strategy."""
     follow_tensors()
-    model = model_of(strategy)
+    model = model_of(name, strategy)
     # What is made once, such as threads, and code that is loaded.
     warm = batch_of([torch.arange(3, 11), torch.arange(3, 7)], CPU)
     forward_backward(model, [warm], 20)
@@ -138,12 +144,12 @@ def memory_of(strategy: str, scale: int) -> dict[str, float]:
     return found
 
 
-def prepare(scale: int) -> Callable[[], Round]:
+def prepare(name: str, scale: int) -> Callable[[], Round]:
     """Make the models on this rank, and a round: every case by both strategies once, in an order
     that is the same on all ranks.
     """
     keep_freed_memory()
-    models = {strategy: model_of(strategy) for strategy in STRATEGIES}
+    models = {strategy: model_of(name, strategy) for strategy in STRATEGIES}
     order = random.Random(0)
     seeds = iter(range(1 << 30))
     runs = list(product(CASES, STRATEGIES))
@@ -182,12 +188,13 @@ def main() -> None:
     parser = rounds_parser(
         __doc__, rounds=8, scale=(1, "divides all lengths; below 128 tokens nothing is shared")
     )
+    parser.add_argument("--model", choices=MODELS, default="llama", help="which model trains")
     options = parser.parse_args()
-    found = run_ranks(RANKS, checked, options.scale)[0]
+    found = run_ranks(RANKS, checked, options.model, options.scale)[0]
     memory: dict[str, float] = {}
     for strategy in STRATEGIES:
-        memory |= slowest(run_ranks(RANKS, memory_of, strategy, options.scale))
-    with Ranks(RANKS, prepare, options.scale) as ranks:
+        memory |= slowest(run_ranks(RANKS, memory_of, options.model, strategy, options.scale))
+    with Ranks(RANKS, prepare, options.model, options.scale) as ranks:
         measured = take_rounds(options, lambda: slowest(ranks.take()))
     ratios = {
         f"{case}, unshared / shared": over(f"{case}, unshared, s", f"{case}, shared, s")

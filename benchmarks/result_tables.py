@@ -128,6 +128,27 @@ def trl_packing() -> Rows:
         )
 
 
+@table_of("async_grpo")
+def async_grpo() -> Rows:
+    yield (
+        "batcher",
+        "dropped",
+        "micro-batches",
+        "rows",
+        "rows over tokens",
+        "busiest, rows",
+        "pairs",
+    )
+    found = result("async_grpo")
+    for row in found["batchers"]:
+        ratios = (
+            f"{row[name]:.2f}" for name in ("rows_over_tokens", "busiest_rows", "busiest_pairs")
+        )
+        name = {"trl": "TRL's", "here": "here"}[row["batcher"]]
+        dropped = f"{row['dropped']} of {found['rollouts']}"
+        yield name, dropped, str(row["micro_batches"]), f"{row['rows']:,}", *ratios
+
+
 def gain_by_formula(row: dict[str, float]) -> float:
     """Return the speed-up over plain packing by the formula that pages show."""
     return (row["t"] * row["r"] + row["m"]) / (row["r"] + 1 + row["w"])
@@ -351,7 +372,20 @@ def padded_before_model() -> Rows:
 
 @table_of("prefixes")
 def prefixes() -> Rows:
-    found = result("prefixes")
+    yield from _shared_prefixes(result("prefixes"))
+
+
+@table_of("prefixes_hybrid", "prefixes_hybrid_again")
+def prefixes_hybrid() -> Rows:
+    header, *rows = _shared_prefixes(result("prefixes_hybrid"))
+    _, *rows_again = _shared_prefixes(result("prefixes_hybrid_again"))
+    yield header
+    for case, case_again in zip(rows, rows_again, strict=True):
+        yield case
+        yield f"{case_again[0]}, again", *case_again[1:]
+
+
+def _shared_prefixes(found: dict[str, Any]) -> Rows:
     yield (
         "sequences",
         "rows, unshared",
@@ -516,6 +550,16 @@ def encoder_balance() -> Rows:
         for name, found in strategies.items():
             spreads = (found[figure] for figure in figures)
             yield ranks, name, *(f"{of['mean']:.2f} ({of['worst']:.2f})" for of in spreads)
+
+
+@table_of("encoder_balance")
+def encoder_steps() -> Rows:
+    """Predicted seconds of a step with images, by strategy and number of ranks."""
+    steps = result("encoder_balance")["steps"]
+    yield "step, s", *(f"{ranks} ranks" for ranks in steps)
+    for name in next(iter(steps.values())):
+        found = (of[name] for of in steps.values())
+        yield name, *(f"{of['mean']:.2f} ({of['worst']:.2f})" for of in found)
 
 
 @table_of("targets")

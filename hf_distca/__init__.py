@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from hf_distca.trainer.arguments import DistCATrainingArguments as DistCATrainingArguments
     from hf_distca.trainer.assembly import make_dispatcher as make_dispatcher
     from hf_distca.trainer.assembly import pack_padded as pack_padded
+    from hf_distca.trainer.async_grpo import DistCAAsyncGRPOConfig as DistCAAsyncGRPOConfig
+    from hf_distca.trainer.async_grpo import DistCAAsyncGRPOTrainer as DistCAAsyncGRPOTrainer
     from hf_distca.trainer.distillation import DistCADistillationConfig as DistCADistillationConfig
     from hf_distca.trainer.distillation import (
         DistCADistillationTrainer as DistCADistillationTrainer,
@@ -56,6 +58,8 @@ _MODULES = {
     "CollatorWithLengths": "collator.padding_free",
     "Dispatcher": "dispatch.dispatcher",
     "DistCAArguments": "trainer.arguments",
+    "DistCAAsyncGRPOConfig": "trainer.async_grpo",
+    "DistCAAsyncGRPOTrainer": "trainer.async_grpo",
     "DistCACollator": "collator.collation",
     "DistCAConfig": "config",
     **{

@@ -111,9 +111,9 @@ class DistCAConfig:
         "or more. The prompt of several completions is such a prefix. So is the history that "
         "documents of an agent's session repeat. Documents that share a prefix come together in a "
         "micro-batch. Where prefix sharing would change results, no prefixes are shared, and the "
-        "reason is logged once. The reasons are dropout, hybrid models, and rotary embeddings that "
-        "depend on a document's length. Packed documents of streams, evaluations and predictions "
-        "never share prefixes.",
+        "reason is logged once. The reasons are dropout, hybrid models whose documents stay "
+        "whole, and rotary embeddings that depend on a document's length. Packed documents of "
+        "streams, evaluations and predictions never share prefixes.",
     )
     ranks_per_node: str = setting(
         AUTO,

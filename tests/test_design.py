@@ -20,6 +20,12 @@ ROOT = Path(hf_distca.__file__).parent
 DESIGN = (ROOT.parent / "docs" / "development" / "design.md").read_text()
 LISTED = re.findall(r"^\| \d+ \| `([\w/]+\.py)`", DESIGN, re.MULTILINE)
 """The files of the numbered rows, in order."""
+PATH = re.findall(
+    r"^\| \d+ \| `([\w/]+)\.py`",
+    DESIGN.partition("From `trainer.train()` to the kernel and back")[2].partition("Four files")[0],
+    re.MULTILINE,
+)
+"""The files through which a step goes to the kernel and back, without suffixes."""
 INSIDES = ("planner/", "plan/", "predict/", "kernels/")
 """Described by the files that use them: the planner, its data, its predictions, and kernels."""
 
@@ -64,6 +70,12 @@ def test_a_step_goes_through_the_listed_files(tmp_path):
         pool.close()
     assert {name for name in files if not name.startswith(INSIDES)} == set(LISTED)
     assert len(LISTED) == len(set(LISTED)) <= 22
+
+
+def test_the_path_of_a_step_is_short_and_the_same_in_the_map_for_agents():
+    (line,) = re.findall(r"^A step, .*$", (ROOT.parent / "AGENTS.md").read_text(), re.MULTILINE)
+    assert re.findall(r"`([\w/]+)`", line) == PATH
+    assert len(PATH) <= 15
 
 
 def test_named_files_exist():

@@ -19,16 +19,20 @@ def test_files_are_valid_yaml(pattern):
     assert all(yaml.safe_load(path.read_text()) for path in ROOT.glob(pattern))
 
 
+def asked_by(job):
+    """Targets of the Makefile that a job of CI runs, for every value of its matrix."""
+    matrix = job.get("strategy", {}).get("matrix", {})
+    lines = [step["run"] for step in job["steps"] if "run" in step]
+    named = r"\$\{\{ matrix\.(\w+) \}\}"
+    asked = [re.sub(named, lambda value: " ".join(matrix[value[1]]), line) for line in lines]
+    return {name for line in asked for name in line.split()[1:]}
+
+
 def test_ci_runs_targets_of_the_makefile_on_the_declared_pythons():
     targets = " ".join(re.findall(r"^([\w -]+):", (ROOT / "Makefile").read_text(), re.M)).split()
-    run = [step["run"] for job in CI["jobs"].values() for step in job["steps"] if "run" in step]
-    versions = " ".join(CI["jobs"]["versions"]["strategy"]["matrix"]["versions"])
-    asked = {
-        name
-        for line in run
-        for name in line.replace("${{ matrix.versions }}", versions).split()[1:]
-    }
-    assert {"lint", "types", "tests", "oldest", "newest"} <= asked <= set(targets)
+    asked = {name for job in CI["jobs"].values() for name in asked_by(job)}
+    expected = {"lint", "types", "tests", "oldest", "newest", "axolotl", "swift"}
+    assert expected <= asked <= set(targets)
     declared = re.findall(r"Python :: (3\.\d+)", (ROOT / "pyproject.toml").read_text())
     assert (
         CI["jobs"]["tests"]["strategy"]["matrix"]["python"] == declared == ["3.11", "3.12", "3.13"]
@@ -64,3 +68,18 @@ def test_experimental_settings_are_listed():
     page = (ROOT / "docs" / "development" / "contributing.md").read_text()
     listed = page.split('begins with "Experimental":')[1].split("##")[0]
     assert marked == set(re.findall(r"^- `(\w+)`", listed, re.M))
+
+
+VALUES = {"config.py", "units.py", "cli/script.py", "pool/launch.py"}
+"""Files that refuse with a sentence of their own: values of settings and options, and the sentence
+of another process."""
+
+
+def test_what_is_refused_stands_in_checks():
+    package = Path(hf_distca.__file__).parent
+    refusing = {
+        str(path.relative_to(package))
+        for path in package.rglob("*.py")
+        if "checks" not in path.parts and "RefusedError(" in path.read_text()
+    }
+    assert refusing == VALUES

@@ -10,7 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from transformers import AttentionInterface, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    AttentionInterface,
+    AutoConfig,
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
 
 from hf_distca import DistCAConfig, PlanSettings, describe_run
 from hf_distca.kernels import AttentionParams, Kernel, TaskShapes
@@ -47,6 +53,34 @@ def llama(
     )
     torch.manual_seed(0)
     return LlamaForCausalLM(config).to(dtype).train()
+
+
+def hybrid(positions: int) -> nn.Module:
+    """A Qwen3.5 with random weights, the same every time.
+
+    It has a quarter of the width of a Qwen3.5-0.8B, a layer with a gated delta rule, and one with
+    attention.
+    """
+    config = AutoConfig.for_model(
+        "qwen3_5_text",
+        vocab_size=VOCABULARY,
+        hidden_size=256,
+        intermediate_size=896,
+        num_hidden_layers=2,
+        layer_types=["linear_attention", "full_attention"],
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=256,
+        linear_num_key_heads=4,
+        linear_num_value_heads=4,
+        max_position_embeddings=positions,
+        use_cache=False,
+    )
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(
+        config, attn_implementation="distca", dtype=torch.float32
+    )
+    return model.train()
 
 
 def settings_of(

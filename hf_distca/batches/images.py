@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from torch import nn
 from transformers import PreTrainedConfig
 
+from hf_distca.batches.encoder_shape import EncoderShape
 from hf_distca.checks.data_rules import Data
 from hf_distca.plan.arrays import FloatArray, IntArray
 
@@ -210,15 +211,14 @@ class ImageModel:
     Attributes:
         positions_of: class with `get_rope_index`; None if positions are numbers of rows.
         attributes: of that class, which the rule reads besides the config.
-        linear, quadratic: work of the encoder for a patch, and for a pair of patches.
+        encoder: shape of the encoder.
     """
 
     modalities: tuple[Modality, ...]
     config: PreTrainedConfig
     positions_of: type[nn.Module] | None
     attributes: Mapping[str, int]
-    linear: float
-    quadratic: float
+    encoder: EncoderShape
 
     @property
     def fields(self) -> frozenset[str]:
@@ -226,8 +226,9 @@ class ImageModel:
         return frozenset(field for modality in self.modalities for field in modality.fields)
 
     def costs(self, figures: ImageFigures) -> FloatArray:
-        """Return [images] the work of the encoder."""
-        costs: FloatArray = self.linear * figures.patches + self.quadratic * figures.pairs
+        """Return [images] the work of the encoder, in multiplications."""
+        linear, quadratic = self.encoder.operations
+        costs: FloatArray = linear * figures.patches + quadratic * figures.pairs
         return costs
 
     def positions(self, tokens: IntArray, example: Fields) -> IntArray:

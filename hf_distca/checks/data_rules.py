@@ -328,6 +328,12 @@ class Data:
         f"long_documents: {CUT}",
         condition="documents of more than `tokens_per_rank` tokens that must stay whole on a rank",
     )
+    NOT_FITTED = Refusal(
+        "there are {documents} documents of at most {longest} tokens",
+        "a micro-batch needs a document and holds at most {capacity} tokens",
+        "call fit_documents with this capacity first",
+        condition="`GlobalBatchSampler` with no documents, or with longer ones than it can place",
+    )
     LONG_IN_STREAM = Refusal(
         "{name} has {length} tokens",
         "a streamed document must fit into tokens_per_rank = {limit}",

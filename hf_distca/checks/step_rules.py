@@ -108,9 +108,10 @@ class PlannedStep:
     )
     CUT_DOCUMENTS = Refusal(
         "a layer mixes the rows of a document other than by attention",
-        "the plan cuts documents between ranks",
-        "plan with document_layout='whole'",
-        condition="a plan that cuts documents, with a module that needs whole ones",
+        "the plan cuts documents between ranks or shares prefixes",
+        "plan with document_layout='whole' and share_prefixes=False",
+        condition="a plan that cuts documents or shares prefixes, with a module that needs whole "
+        "documents",
     )
     NOT_DIVIDED = Refusal(
         "{name} of {owner} is {found}",

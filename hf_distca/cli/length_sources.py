@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -16,10 +16,14 @@ from hf_distca.cli.names import check_on_hub, check_tokenizer
 from hf_distca.collator.formats import ROWS, is_hub_name, is_pattern, suffix_of
 from hf_distca.plan.arrays import IntArray
 from hf_distca.plan.cost import as_lengths
+from hf_distca.predict.shapes import MODELS
 from hf_distca.progress import TORCH_AND_TRANSFORMERS, importing
 from hf_distca.sim.compare import too_long_advice
 from hf_distca.sim.lengths import Draw, corpora, lognormal, micro_batches, of_documents
 from hf_distca.sim.trees import DrawnBatch, turn_lengths, turns_of_ranks
+
+if TYPE_CHECKING:
+    from hf_distca.cli.image_sources import ImageDocuments
 
 LONG_AND_SHORT = "one-long"
 AGENTS_TREE = "agents-tree"
@@ -30,7 +34,9 @@ SOURCES = f"""\
 - a .json file: a list of document lengths in tokens, or a list of such lists, one for each rank
 - a file of rows, such as .csv, .jsonl, .jsonl.gz or .parquet, with a column of lengths, of lists
   of tokens, or of text (--column, --tokenizer)
-- a data set: its name on the Hub or its folder (--split, --column, --tokenizer)
+- a data set: its name on the Hub or its folder (--split, --column, --tokenizer). One with images is
+  counted with its patches if --model names a model that sees them: chats with pictures, or fields
+  that a processor made
 - a .txt or .md file, a pattern such as 'data/*.md', or a folder of such files, each one document
   (--tokenizer, --sample-by)
 - a distribution of the package: {", ".join(corpora())}
@@ -43,6 +49,8 @@ SEED = 0
 """Seed for drawing documents: a command draws the same ones every time."""
 TEXTS_AT_ONCE = 100
 """Enough for all cores, and few enough for a bar that moves."""
+WITHOUT_IMAGES = (".json", ".txt", ".md", ".csv")
+"""Suffixes of files that hold no images."""
 LENGTHS, TEXTS = ("length", "input_ids"), ("text", "messages")
 """Columns that are looked for: lengths or tokens, and text or chats that a tokenizer makes tokens
 of."""
@@ -88,6 +96,29 @@ def drawn_padded_batches(
     drawn = np.maximum(draw(random, count * ranks * sequences), 1)
     batches = drawn.reshape(count, ranks, sequences)
     return [DrawnBatch(lengths.tolist()) for lengths in batches]
+
+
+def documents_with_images(options: argparse.Namespace) -> "ImageDocuments | None":
+    """Return the documents of a data set with images; None for all other sources.
+
+    Raises:
+        InputError: the images cannot be read, or the model does not see them.
+    """
+    source: str = options.lengths
+    names = (*corpora(), AGENTS_TREE, LONG_AND_SHORT)
+    if (
+        options.model in MODELS
+        or options.column is not None
+        or source in names
+        or source.startswith("lognormal:")
+        or source.endswith(WITHOUT_IMAGES)
+    ):
+        return None
+    with importing(TORCH_AND_TRANSFORMERS):
+        from hf_distca.cli.image_sources import image_documents
+
+    with bars_on_terminals():
+        return image_documents(options)
 
 
 def _draw_of(options: argparse.Namespace) -> Draw:
@@ -167,7 +198,7 @@ def _checked_lengths(path: str, content: Any) -> list[int] | list[list[int]]:
 
 
 @contextmanager
-def _bars_on_terminals() -> Iterator[None]:
+def bars_on_terminals() -> Iterator[None]:
     """Let data sets draw bars on a terminal only, as the bars of commands are."""
     from datasets import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 
@@ -200,7 +231,7 @@ def _no_lengths(source: str, error: ValueError) -> InputError:
     )
 
 
-@_bars_on_terminals()
+@bars_on_terminals()
 def _lengths_of_data(options: argparse.Namespace) -> IntArray:
     """Return the document lengths of a source that may be there."""
     with importing("datasets"):

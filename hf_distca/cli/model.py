@@ -12,6 +12,7 @@ from transformers import AutoConfig, LlamaConfig, PreTrainedConfig, PreTrainedMo
 
 from hf_distca.cli.names import no_config
 from hf_distca.cli.options import GB
+from hf_distca.memory.counted_encoder import Encoded
 from hf_distca.memory.counter import MEMORY, MemoryCounter
 from hf_distca.memory.live import Part
 from hf_distca.models.fake import model_of_config
@@ -45,6 +46,7 @@ TABLE_COLUMNS = 6
 """Columns of numbers in a table of memory: two for each of three strategies, which fit a terminal
 of 100 columns."""
 NAMES: dict[Part, str] = {
+    "encoder": "encoder of images",
     "activations": "activations",
     "cast weights": "autocast's copies of weights",
     "kept O": "kept O and log-sum-exp",
@@ -134,6 +136,7 @@ def memory_of(
     options: argparse.Namespace,
     *,
     offload: bool,
+    encoded: Encoded | None = None,
 ) -> dict[str, Any]:
     """Return bytes on a rank by strategy and checkpointing, and the longest rows that fit.
 
@@ -141,6 +144,7 @@ def memory_of(
 
     Args:
         offload: count what checkpoints keep as host memory, beside checkpoints on the device.
+        encoded: images of the rank with the most patches; None without images.
     """
     device = MEMORY if options.device_memory is None else int(options.device_memory * GB)
     run = replace(run, device_memory=device)
@@ -153,12 +157,13 @@ def memory_of(
         _, checkpointing, offloaded = CASES[name]
         case_run = replace(run, checkpointing=checkpointing, offload=offloaded)
         counted_run = replace(case_run, strategy=strategy)
-        counted = memory.count(plan, counted_run)
-        case: dict[str, Any] = {"parts": counted.parts, "total": counted.total}
+        counted = memory.count(plan, counted_run, encoded=encoded)
+        case: dict[str, Any] = {"parts": dict(counted.parts), "total": counted.total}
         if offloaded:
             case["host"] = counted.host
         if options.device_memory is not None:
-            case["longest_tokens_per_rank"] = memory.longest(device, counted_run, counted)
+            for_text = device - counted.parts.pop("encoder", 0)
+            case["longest_tokens_per_rank"] = memory.longest(for_text, counted_run, counted)
         figures.setdefault(strategy, counted.state._asdict())[name] = case
     return figures
 

@@ -1,6 +1,5 @@
 """Names of models, data sets and kernels, checked before libraries that take seconds to import."""
 
-import ast
 import json
 import re
 from importlib.metadata import distribution
@@ -16,9 +15,14 @@ from hf_distca.progress import terminal_status
 CONFIG_FILE = "config.json"
 AUTO_CLASSES = "transformers/models/auto/modeling_auto.py"
 CAUSAL_TYPES = re.compile(
-    r"^MODEL_FOR_CAUSAL_LM_MAPPING_NAMES = OrderedDict\((.*?)^\)", re.DOTALL | re.MULTILINE
+    r"^MODEL_FOR_(?:CAUSAL_LM|IMAGE_TEXT_TO_TEXT|MULTIMODAL_LM)_MAPPING_NAMES = "
+    r"OrderedDict\((.*?)^\)",
+    re.DOTALL | re.MULTILINE,
 )
-"""Source of the table in transformers that gives the causal language model of each type."""
+"""Source of the tables in transformers that give the language model of each type, with towers or
+without."""
+TYPE = re.compile(r'^\s+\("([^"]+)", ', re.MULTILINE)
+"""Type in a line of such a table."""
 MODEL_SOURCES = f"{', '.join(MODELS)}, a {CONFIG_FILE}, a folder with one, or a name on the Hub"
 TIMEOUT_S = 10
 """Seconds to wait for an answer of the Hub."""
@@ -123,10 +127,8 @@ def causal_types(source: Path) -> set[str]:
     The source is read because importing it takes torch. The set is empty if the table of types is
     elsewhere, as in other versions of transformers.
     """
-    table = CAUSAL_TYPES.search(source.read_text(encoding="utf-8")) if source.is_file() else None
-    if table is None:
-        return set()
-    return {model_type for model_type, _ in ast.literal_eval(table[1].strip())}
+    tables = CAUSAL_TYPES.findall(source.read_text(encoding="utf-8")) if source.is_file() else []
+    return {model_type for table in tables for model_type in TYPE.findall(table)}
 
 
 def _first_line(error: Exception) -> str:

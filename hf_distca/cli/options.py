@@ -10,7 +10,7 @@ import shutil
 import sys
 import textwrap
 from collections.abc import Callable, Mapping
-from dataclasses import fields
+from dataclasses import fields, replace
 from math import nan
 from pathlib import Path
 from typing import Any
@@ -230,26 +230,16 @@ def run_of(
 
     Raise ValueError if settings contradict each other or cannot be planned in time.
     """
-    with importing("torch"):
-        from hf_distca.kernels import KERNELS
-
-    name = config.attention_kernel
-    if name == AUTO:
-        name = "cpu" if profile.name.startswith("CPU") else "torch_varlen"
-    planning = {
-        "document_layout": document_layout,
-        "bytes_per_value": profile.bytes_per_value,
-        "ranks_per_node": nodes_of_ranks(config, ranks),
-        "kernel": name,
-        "row_overhead": KERNELS[name].row_overhead,
-        "gather_cost": KERNELS[name].gather_cost,
-    }
     run = RunSpec.of(
         config,
         model,
         ranks=ranks,
         profile=profile,
-        planning=planning,
+        planning={
+            "document_layout": document_layout,
+            "bytes_per_value": profile.bytes_per_value,
+            "ranks_per_node": nodes_of_ranks(config, ranks),
+        },
         checkpointing={} if checkpointing else None,
         mixed=profile.bytes_per_value == 2,
         **facts,
@@ -262,7 +252,18 @@ def run_of(
             f"but stages of fewer than {LEAST_STAGE} rows are too many to plan; leave it out of "
             "planning"
         )
-    return run
+
+    with importing("torch"):
+        from hf_distca.kernels import KERNELS
+
+    name = config.attention_kernel
+    if name == AUTO:
+        name = "cpu" if profile.name.startswith("CPU") else "torch_varlen"
+    kernel = KERNELS[name]
+    plans = replace(
+        settings, kernel=name, row_overhead=kernel.row_overhead, gather_cost=kernel.gather_cost
+    )
+    return replace(run, plans=plans)
 
 
 def check_writable(*names: str | None) -> None:

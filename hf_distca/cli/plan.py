@@ -11,7 +11,12 @@ import numpy as np
 
 from hf_distca.cli import InputError
 from hf_distca.cli.arguments_file import has_checkpoints, read_arguments, settings_in
-from hf_distca.cli.length_sources import SOURCES, documents_of, one_micro_batch
+from hf_distca.cli.length_sources import (
+    SOURCES,
+    documents_of,
+    documents_with_images,
+    one_micro_batch,
+)
 from hf_distca.cli.names import check_model
 from hf_distca.cli.options import (
     GB,
@@ -29,6 +34,7 @@ from hf_distca.cli.options import (
 )
 from hf_distca.config import DistCAConfig
 from hf_distca.plan import MicroBatchPlan
+from hf_distca.plan.arrays import IntArray
 from hf_distca.plan.cost import as_lengths
 from hf_distca.plan.figures import bytes_by_link, exchange_figures, loads_of
 from hf_distca.plan.stages import rows_by_stage
@@ -46,6 +52,11 @@ from hf_distca.units import counted
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+    from hf_distca.cli.image_sources import ImageDocuments
+    from hf_distca.memory.counted_encoder import Encoded
+
+    ImagesOfPlan = tuple[ImageDocuments, IntArray]
 
 Lengths = list[int] | list[list[int]]
 """Lengths of documents, or a list of them for each rank."""
@@ -98,7 +109,7 @@ def run(options: argparse.Namespace) -> None:
         config, checkpointing = config_of(arguments, options), has_checkpoints(arguments)
         profile = profile_of(config, options)
         nodes_of_ranks(config, options.ranks)
-        lengths, cut_advice = one_micro_batch(options, options.ranks * config.tokens_per_rank)
+        seen, lengths, cut_advice = _micro_batch(options, options.ranks * config.tokens_per_rank)
         _check_fit(lengths, config, options)
         model, run = _model_and_run(config, profile, options, checkpointing=checkpointing)
         settings = run.plans
@@ -113,7 +124,10 @@ def run(options: argparse.Namespace) -> None:
         "plan_ms": round(plan_ms, 3),
         "advice": [] if cut_advice is None else [cut_advice],
     }
-    memory_figures, memory = _figures_of_memory(model, plan, run, config, options)
+    encoded = None
+    if seen is not None:
+        figures["images"], encoded = _figures_of_images(seen, plan, run)
+    memory_figures, memory = _figures_of_memory(model, plan, run, config, options, encoded)
     figures |= memory_figures
     # 3. Files, and then either JSON or tables.
     if options.report:
@@ -133,6 +147,42 @@ def run(options: argparse.Namespace) -> None:
         from hf_distca.cli.offload_report import offload_lines
 
         print("", *offload_lines(figures["offload"]), sep="\n")
+
+
+def _micro_batch(
+    options: argparse.Namespace, tokens: int
+) -> tuple["ImagesOfPlan | None", Lengths, str | None]:
+    """Return the documents of one micro-batch, with their images if they have any.
+
+    The last value is a sentence on documents that are cut.
+    """
+    found = documents_with_images(options)
+    if found is None:
+        return None, *one_micro_batch(options, tokens)
+    documents = next(found.drawn(tokens))
+    return (found, documents), found.lengths[documents].tolist(), None
+
+
+def _figures_of_images(
+    seen: "ImagesOfPlan", plan: MicroBatchPlan, run: RunSpec
+) -> tuple[dict[str, Any], "Encoded"]:
+    """Return figures of encoders, and what the rank with the most patches encodes."""
+    from hf_distca.memory.counted_encoder import Encoded
+
+    found, documents = seen
+    batch = found.simulated(documents, run)
+    ranks = run.plans.ranks
+    encoders, _ = batch.encoders(plan, ranks)
+    patches = np.bincount(encoders, batch.images["patches"], ranks).astype(int)
+    seconds = np.bincount(encoders, batch.images["cost"], ranks)
+    busiest = int(patches.argmax())
+    figures = {
+        "images": len(encoders),
+        "patches": int(patches.sum()),
+        "max_over_mean": float(seconds.max() / max(seconds.mean(), 1e-30)),
+        "seconds": float(seconds.max()),
+    }
+    return figures, Encoded(int((encoders == busiest).sum()), int(patches[busiest]))
 
 
 def _tables(plan: MicroBatchPlan, settings: PlanSettings) -> list[dict[str, Any]]:
@@ -160,8 +210,13 @@ def _figures_of_memory(
     run: RunSpec,
     config: DistCAConfig,
     options: argparse.Namespace,
+    encoded: "Encoded | None",
 ) -> tuple[dict[str, Any], dict[str, list[str]]]:
-    """Return figures of memory, and a table of it, which is empty where memory is not counted."""
+    """Return figures of memory, and a table of it, which is empty where memory is not counted.
+
+    Args:
+        encoded: images of the rank with the most patches; None without images.
+    """
     figures: dict[str, Any] = {}
     if model is not None:
         from hf_distca.cli.model import mixing_of
@@ -172,7 +227,7 @@ def _figures_of_memory(
     from hf_distca.cli.model import exchange_buffers_of, memory_of, memory_rows
 
     offload = config.offload_activations is True
-    memory = memory_of(model, plan, run, options, offload=offload)
+    memory = memory_of(model, plan, run, options, offload=offload, encoded=encoded)
     figures |= {"exchange_buffers": exchange_buffers_of(memory), "memory": memory}
     if offload:
         from hf_distca.cli.offload_report import offload_of
@@ -394,6 +449,13 @@ def _table(
         f"tasks below {settings.balance_block_size} rows": f"{figures['tasks_below_block']}",
         "planned in": f"{figures['plan_ms']:.1f} ms",
     }
+    if images := figures.get("images"):
+        patches = counted(images["patches"], "patch", "patches")
+        lines |= {
+            "images": f"{images['images']:,} of {patches}",
+            "encoders, max / mean": f"{images['max_over_mean']:.4f}",
+            "encoder, busiest rank": f"{images['seconds']:.3f} s forward and backward",
+        }
     if mixing := figures.get("mixing"):
         runs = mixing["runs"]
         without = f"{mixing['runs_unpacked']} without a kernel that takes packed documents"

@@ -3,15 +3,17 @@
 import argparse
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
-from typing import Any
+from itertools import islice
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hf_distca.cli import InputError
 from hf_distca.cli.arguments_file import has_checkpoints, read_arguments
 from hf_distca.cli.length_sources import (
     AGENTS_TREE,
     SOURCES,
+    documents_with_images,
     drawn_micro_batches,
     drawn_padded_batches,
 )
@@ -37,13 +39,15 @@ from hf_distca.cli.options import (
     write,
 )
 from hf_distca.config import DistCAConfig
+from hf_distca.plan.arrays import IntArray
 from hf_distca.planner.padding import PlannedPadding, plan_padded
 from hf_distca.pool.simulation import with_servers
 from hf_distca.predict.device_profile import DeviceProfile
 from hf_distca.predict.shapes import MODELS, ModelShape
 from hf_distca.progress import TORCH_AND_TRANSFORMERS, importing, terminal_status
 from hf_distca.run import RunSpec
-from hf_distca.sim.compare import SECONDS, Simulation, columns_of, simulate
+from hf_distca.sim.compare import Simulation, columns_of, meaning_of_seconds, simulate
+from hf_distca.sim.encoders import SimulatedImages
 from hf_distca.sim.padded_batches import (
     PaddedFigures,
     padded_advice,
@@ -53,6 +57,9 @@ from hf_distca.sim.padded_batches import (
 from hf_distca.sim.report import simulation_report
 from hf_distca.sim.trees import DrawnBatch
 from hf_distca.units import AUTO, counted
+
+if TYPE_CHECKING:
+    from hf_distca.cli.image_sources import ImageDocuments
 
 DESCRIPTION = f"""\
 Predict the time of a training step for documents like yours, without a GPU, by each strategy: plain
@@ -130,7 +137,7 @@ def run(options: argparse.Namespace) -> None:
         layout = config.document_layout
         if shape is not None:
             _check_heads(shape, options.tensor_parallel)
-        drawn = drawn_micro_batches(options, options.ranks * config.tokens_per_rank)
+        drawn = _drawn(options, options.ranks * config.tokens_per_rank)
         if shape is None:
             shape, layout = _shape_and_layout(options.model, config)
             _check_heads(shape, options.tensor_parallel)
@@ -154,17 +161,19 @@ def run(options: argparse.Namespace) -> None:
         with terminal_status(READING_MODEL):
             memory = gpu_memory(run, read_config(options.model))
         padded = [] if options.padded is None else _padded(options, run)
+        images = drawn.images(run)
         result = simulate(
-            drawn,
+            drawn.lengths,
             run,
             count=options.batches,
             others=[with_servers(options.servers, run)] if options.servers else [],
             memory=memory,
+            images=images,
         )
     except ValueError as error:
         raise InputError(str(error)) from error
     # 4. The result, as a file and in the terminal.
-    figures = _figures(options, result, padded, run)
+    figures = _figures(options, result, padded, run, images)
     figures["simulated_in"] = round(time.perf_counter() - began, 3)
     if options.report:
         shown = ("lengths", "model", "tensor_parallel", "batches", "servers")
@@ -180,9 +189,16 @@ def run(options: argparse.Namespace) -> None:
 
 
 def _figures(
-    options: argparse.Namespace, result: Simulation, padded: Sequence[PaddedFigures], run: RunSpec
+    options: argparse.Namespace,
+    result: Simulation,
+    padded: Sequence[PaddedFigures],
+    run: RunSpec,
+    images: Sequence[SimulatedImages],
 ) -> dict[str, Any]:
     figures = {**asdict(result), "profile": run.device.name}
+    if images:
+        figures["images"] = sum(len(batch.images) for batch in images)
+        figures["patches"] = int(sum(batch.images["patches"].sum() for batch in images))
     if padded:
         columns = [padded_columns(strategy, padded[0]) for strategy in padded]
         figures["padded"] = {
@@ -209,6 +225,29 @@ def _padded(options: argparse.Namespace, run: RunSpec) -> Sequence[PaddedFigures
         return plan_padded(batch.lengths, replace(run.plans, costs=costs), batch.hashes)
 
     return simulate_padded(batches, run, plan)
+
+
+class _Drawn(NamedTuple):
+    """Micro-batches that are drawn from a source."""
+
+    lengths: Iterable[IntArray]
+    documents: Sequence[IntArray] = ()  # numbers of the documents, where these have images
+    seen: "ImageDocuments | None" = None
+
+    def images(self, run: RunSpec) -> list[SimulatedImages]:
+        """Return the images of each micro-batch; none for text."""
+        if self.seen is None:
+            return []
+        return [self.seen.simulated(documents, run) for documents in self.documents]
+
+
+def _drawn(options: argparse.Namespace, tokens: int) -> _Drawn:
+    """Return micro-batches of at most `tokens` tokens, with images if the source has any."""
+    seen = documents_with_images(options)
+    if seen is not None:
+        documents = list(islice(seen.drawn(tokens), options.batches))
+        return _Drawn([seen.lengths[numbers] for numbers in documents], documents, seen)
+    return _Drawn(drawn_micro_batches(options, tokens))
 
 
 def _shape_and_layout(name: str, config: DistCAConfig) -> tuple[ModelShape, str]:
@@ -276,14 +315,18 @@ def _table(figures: Mapping[str, Any]) -> str:
         advice.append(padded["advice"])
     documents = counted(figures["documents"], "document")
     tokens = counted(figures["tokens"], "token")
+    if "images" in figures:
+        documents += f" with {counted(figures['images'], 'image')}"
+        tokens += f", {counted(figures['patches'], 'patch', 'patches')}"
     first = (
         f"{documents}, {tokens}; {counted(figures['ranks'], 'rank')} of "
         f"{figures['tokens_per_rank']:,} tokens; {figures['profile']}"
     )
     simulated = f"simulated in {figures['simulated_in']:.1f} s"
     wrapped_advice = map(wrapped, advice)
+    seconds = meaning_of_seconds(figures["strategies"][0])
     return "\n".join(
-        [wrapped(first), "", SECONDS, *lines, *padded_lines, "", *wrapped_advice, simulated]
+        [wrapped(first), "", seconds, *lines, *padded_lines, "", *wrapped_advice, simulated]
     )
 
 

@@ -1,6 +1,7 @@
 """Images of a data set's documents: where their placeholders are, and their inputs by rank."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any, NamedTuple
@@ -15,6 +16,7 @@ from hf_distca.batches.images import ImageFigures, ImageModel, Modality
 from hf_distca.batches.limits import NO_LIMITS, Limits
 from hf_distca.checks.data_rules import Data
 from hf_distca.collator.documents import Columns, check_dataset, is_stored, token_document
+from hf_distca.collator.picture_sizes import collator_of_sizes, with_blank_pictures
 from hf_distca.plan import PlannedImages
 from hf_distca.plan.arrays import IntArray, Table
 from hf_distca.planner.images import IMAGE, PLACEHOLDERS, joined_images
@@ -156,7 +158,7 @@ def read_images(
         dataset = dataset.with_format("numpy")
     read = partial(_figures_of, columns=columns, model=model, name=name, limits=limits)
     if isinstance(dataset, ProcessedDocuments):
-        figures = dataset.map(read, documents)
+        figures = dataset.map(read, documents, model)
     else:
         figures = (read(dataset[document], document) for document in documents)
     lengths: list[int] = []
@@ -212,6 +214,8 @@ def images_of(
         own["modality"] = number
         own["index"] = np.arange(len(own))
         own["rows"] = figures.rows
+        own["patches"] = figures.patches
+        own["pairs"] = figures.pairs
         own["cost"] = model.costs(figures)
         runs = _placeholder_runs(figures, np.flatnonzero(tokens == modality.token_id))
         parts.append((own, runs))
@@ -297,41 +301,70 @@ class ProcessedDocuments(Dataset[dict[str, Any]]):
         return _processed(lambda: self.dataset[index], self._collate, self._name, index)
 
     def map(
-        self, read: Callable[[dict[str, Any], int], dict[str, Any]], documents: range
+        self,
+        read: Callable[[dict[str, Any], int], dict[str, Any]],
+        documents: range,
+        model: ImageModel,
     ) -> Iterable[dict[str, Any]]:
         """Return what a function makes of some documents and their numbers.
 
-        `datasets.Dataset.map` keeps it on disk.
+        The function needs the sizes of images, not their pixels, and pictures are not decoded where
+        `collator_of_sizes` has a collator. `datasets.Dataset.map` keeps the results on disk.
         """
         if not isinstance(self.dataset, datasets.Dataset):
             return (read(self[document], document) for document in documents)
         part = self.dataset.select(documents)
         # Pictures are decoded inside the function, where an error names their document.
         function = partial(
-            _read_row, read=read, collate=self._collate, name=self._name, first=documents.start
+            _read_row,
+            read=read,
+            collate=self._collate,
+            name=self._name,
+            first=documents.start,
+            features=part.features,
+            model=model,
         )
+        if part.format["type"] != "custom":  # the user's own transform
+            part = part.with_format("arrow")
         rows: Iterable[dict[str, Any]] = part.map(
             function,
             with_indices=True,
             remove_columns=part.column_names,
             num_proc=self._processes,
             desc="Sizes of images",
-        )
+        ).with_format(None)
         return rows
 
 
 def _read_row(
-    row: Mapping[str, Any],
+    row: Any,
     index: int,
     *,
     read: Callable[[dict[str, Any], int], dict[str, Any]],
     collate: Callable[[list[dict[str, Any]]], Any],
     name: str,
     first: int,
+    features: datasets.Features,
+    model: ImageModel,
 ) -> dict[str, Any]:
-    """Return what a function makes of a row of a part of a data set that begins at `first`."""
+    """Return what a function makes of a row of a part of a data set that begins at `first`.
+
+    Args:
+        row: table of the one row as it is stored, or what the user's transform makes of it.
+    """
     document = first + index
-    return read(_processed(lambda: row, collate, name, document), document)
+    if isinstance(row, Mapping):
+        return read(_processed(lambda: row, collate, name, document), document)
+    (stored,) = row.to_pylist()
+    collate_sizes = collator_of_sizes(collate, model)
+    if collate_sizes is not None:
+        # An error is raised again where the document is processed.
+        with suppress(Exception):
+            blank = with_blank_pictures(stored)
+            if blank is not None:
+                return read(_processed(lambda: blank, collate_sizes, name, document), document)
+    example = _processed(lambda: features.decode_example(stored), collate, name, document)
+    return read(example, document)
 
 
 def _processed(

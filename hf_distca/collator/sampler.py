@@ -140,10 +140,8 @@ class GlobalBatchSampler(Sampler[list[GlobalMicroBatch]]):
     ):
         lengths: IntArray = spans["stop"] - spans["start"]
         if len(spans) == 0 or lengths.max() > capacity:
-            raise ValueError(
-                f"there are {len(spans)} documents of at most {lengths.max(initial=0)} tokens, "
-                f"but a micro-batch needs a document and holds at most {capacity} tokens; call "
-                "fit_documents with this capacity first"
+            raise Data.NOT_FITTED.error(
+                documents=len(spans), longest=lengths.max(initial=0), capacity=capacity
             )
         self.spans = spans
         self.capacity = capacity

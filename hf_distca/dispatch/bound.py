@@ -33,6 +33,7 @@ from hf_distca.kernels import Kernel, TaskShapes
 from hf_distca.plan import AttentionKind, Direction, MicroBatchPlan, NanoBatch, Plan
 from hf_distca.plan.arrays import IntArray
 from hf_distca.plan.cost import pairs
+from hf_distca.plan.cuts import exchanges_states
 from hf_distca.plan.intervals import expand
 from hf_distca.plan.routes import CallTasks, Routes, Stage, make_routes, nothing_moves
 from hf_distca.plan.schedule import (
@@ -455,8 +456,8 @@ class BoundPlan:
     Attributes:
         nano_batches: nano-batches whose `rows` the layer is called with; one of two if `is_part`.
         local: tasks of all these rows, for kinds where nothing moves; the same kinds on every rank.
-        exchanges, cuts_documents: whether ranks exchange rows in any layer, and whether any
-            document lies in several segments; the same on every rank.
+        exchanges, cuts_paths: whether ranks exchange rows in any layer, and whether any path lies
+            in several segments; the same on every rank.
         pause: called between the start of an exchange and the wait for it; lets the other
             nano-batch run.
         target_rows: rows of the targets, in parts in each of which a row comes once; None if each
@@ -502,12 +503,19 @@ class BoundPlan:
         self.rows = sum(nano.rows for nano in self.nano_batches)
         self.is_part = False
         self.exchanges = any(nano.routes for nano in self.nano_batches)
-        self.cuts_documents = any(nano.layout.has_cuts for nano in nano_batches)
+        self.cuts_paths = any(
+            nano.layout.has_cuts or nano.layout.branches is not None for nano in nano_batches
+        )
+
+    @cached_property
+    def exchanges_states(self) -> bool:
+        """Whether any segment starts from a state of another rank; the same on every rank."""
+        return any(exchanges_states(nano.layout) for nano in self.plan.nano_batches)
 
     @property
     def document_rows(self) -> tuple[int, ...]:
         """Rows of each document that a layer is called with on this rank, in row order."""
-        if self.cuts_documents:
+        if self.cuts_paths:
             raise PlannedStep.CUT_DOCUMENTS.error_here()
         return tuple(rows for nano in self.nano_batches for rows in nano.cuts.sizes)
 

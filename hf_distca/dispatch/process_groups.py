@@ -221,6 +221,48 @@ class Groups:
         _raise_any(error, gather)
         return [value for _, value in gathered]
 
+    def broadcast_checked(self, make: Callable[[], Value], *, contents: str) -> Value:
+        """Return on every rank what `make` returns on rank 0. A collective on the CPU.
+
+        An error of `make` is raised on every rank, as `raise_together` does.
+
+        Args:
+            contents: name of the object in messages about the wait for it.
+        """
+        self.check_open()
+        if self._control is None or self.ranks == 1:
+            return make()
+        error: Exception | None = None
+        sent: list[Any] = [None]
+        if self.rank == 0:
+            try:
+                sent = [make()]
+            except ERRORS_OF_INPUT as caught:
+                error = caught
+                sent = [Report(told(error), isinstance(error, SentenceError))]
+        with self.waits.of(f"{contents} from rank 0"):
+            dist.broadcast_object_list(
+                sent, group=self._control, group_src=0, device=torch.device("cpu")
+            )
+        value: Value | Report = sent[0]
+        if isinstance(value, Report):
+            raise error or (RefusedError if value.is_sentence else ValueError)(value.message)
+        return value
+
+    def summed(self, values: Tensor, name: str) -> Tensor:
+        """Return the sum of a tensor over the ranks. A collective of the ranks.
+
+        Args:
+            values: of the same shape on every rank.
+            name: what the ranks wait for.
+        """
+        self.check_open()
+        total = values.clone()
+        if self.ranks > 1:
+            with self.waits.of(name):
+                dist.all_reduce(total, group=self.exchange)
+        return total
+
     def meet(self, name: str = "all ranks to come here") -> None:
         """Wait for every process of the world. A collective on the CPU."""
         with self.waits.of(name):

@@ -1,15 +1,20 @@
-"""Exchanges between the segments of a cut document, for modules that mix its rows in order.
+"""Exchanges between the segments of a path, for modules that mix its rows in order.
 
 A short convolution reads the last rows before a segment, its halo. A linear recurrence reads the
 state that the earlier segments leave. Such a state is affine in the state before: S_out = A·S_in +
 B. Each segment's rank computes A and B alone, and ranks exchange these instead of waiting for each
-other:
+other. With the segments of a path numbered from 0:
 
     forward     S_in of segment j  = B_{j-1} + A_{j-1}·(B_{j-2} + A_{j-2}·( … B_0))
-    backward    dS_out of segment i = dS_in_{i+1} + A_{i+1}ᵀ·(dS_in_{i+2} + A_{i+2}ᵀ·( … dS_in_n))
 
-The backward is the forward in reverse, on the gradients of S_in. A rank keeps S_in of its own
-segments and nothing of other ranks.
+A segment whose rank holds all rows of the path before it is complete. Its state is computed alone:
+it is the first of such a product, and B is its S_out. Several branches may start after a segment.
+The gradient of its state is the sum over these successors:
+
+    backward    dS_out of segment i = Σ of successors c: dS_in_c + A_cᵀ·dS_out_c
+
+The backward exchanges A and dS_in. A rank keeps S_in of its own segments and nothing of other
+ranks.
 
 Each exchange is two autograd nodes, so that the other nano-batch can run in between. Both nodes
 take a rank's own rows along: the backward reaches them on every rank in the same order, even
@@ -21,7 +26,6 @@ rows and V columns of a state, R rows or states that arrive.
 
 from collections.abc import Iterable, Sequence
 from functools import cached_property
-from itertools import groupby
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -34,8 +38,9 @@ from hf_distca.dispatch.kept_results import ForwardResults, KeptResults
 from hf_distca.dispatch.recorder import NOT_MEASURED, Recorder, Work
 from hf_distca.dispatch.rows import IndexBuffer, RowSum
 from hf_distca.plan import Direction, Layout
-from hf_distca.plan.cuts import Chains, Halos, chains, halos
+from hf_distca.plan.cuts import Chains, Halos, Later, chains, halos
 from hf_distca.plan.intervals import row_counts
+from hf_distca.plan.runs import Run, runs_of
 
 
 class Packing(NamedTuple):
@@ -56,6 +61,7 @@ class BoundCuts:
         self._buffer = buffer
         self._halos: dict[int, BoundHalos] = {}
         self._packings: dict[tuple[int, ...], Packing] = {}
+        self._runs: dict[tuple[bool, bool], list[Run]] = {}
 
     def bind(self, widths: Iterable[int]) -> None:
         """Make the tables of convolutions, of states, and of packed documents.
@@ -67,10 +73,9 @@ class BoundCuts:
         """
         for width in widths:
             self.halos(width)
-        is_cut = set(self.chains.cut).__contains__
-        for cut, segments in groupby(range(len(self.sizes)), is_cut):
-            if not cut:
-                self.packing(tuple(self.sizes[segment] for segment in segments))
+        for starts in (True, False):
+            for run in self.runs(packs=True, starts=starts):
+                self.packing(tuple(self.sizes[segment] for segment in run.segments))
 
     def halos(self, width: int) -> "BoundHalos":
         """Return the halos for convolutions that read `width` rows before a row."""
@@ -78,8 +83,14 @@ class BoundCuts:
             self._halos[width] = BoundHalos(halos(self._layout, self._rank, width), self._buffer)
         return self._halos[width]
 
+    def runs(self, *, packs: bool, starts: bool) -> list[Run]:
+        """Return the runs of a recurrence's kernel, see `runs_of`."""
+        if (packs, starts) not in self._runs:
+            self._runs[packs, starts] = runs_of(self._table, packs=packs, starts=starts)
+        return self._runs[packs, starts]
+
     def packing(self, sizes: tuple[int, ...]) -> Packing | None:
-        """Return how a kernel tells documents of these sizes apart; None for a single document."""
+        """Return how a kernel tells segments of these sizes apart; None for a single segment."""
         if len(sizes) < 2:
             return None
         if sizes not in self._packings:
@@ -92,9 +103,13 @@ class BoundCuts:
         return self._packings[sizes]
 
     @cached_property
+    def _table(self) -> Chains:
+        return chains(self._layout, self._rank)
+
+    @cached_property
     def chains(self) -> "BoundChains":
         """States that cut segments exchange."""
-        return BoundChains(chains(self._layout, self._rank), self._buffer)
+        return BoundChains(self._table, self._buffer)
 
 
 class BoundHalos:
@@ -120,14 +135,18 @@ class BoundHalos:
 
 
 class BoundChains:
-    """States that cut segments exchange, see `Chains`."""
+    """States from which the segments of a rank start, see `Chains`."""
 
     def __init__(self, table: Chains, buffer: IndexBuffer) -> None:
-        self.cut: tuple[int, ...] = tuple(table.cut.tolist())
+        self.before = table.before
+        self.has_later = table.has_later
+        self.linked: tuple[int, ...] = tuple(table.linked.tolist())
         self.earlier = table.earlier
         self.later = table.later
-        self.received = buffer.place(table.received)
-        self.route = bound_route(table.messages, buffer)
+        self.gradient_of = table.gradient_of
+        self.gradients = max(table.gradient_of, default=-1) + 1
+        self.state_route = bound_route(table.states, buffer)
+        self.gradient_route = bound_route(table.gradients, buffer)
         buffer.send()
 
 
@@ -257,15 +276,15 @@ class HaloExchange(_Exchange):
 
 
 Transition = tuple[Tensor | None, Tensor | None]
-"""A and B of a cut segment, in float32: A [H, K, K], or [H] for a decay that is one number a head;
-B [H, K, V].
+"""A and B of a linked segment, in float32: A [H, K, K], or [H] for a decay that is one number a
+head; B [H, K, V].
 
-A segment without earlier segments needs no A, one without later segments needs neither.
+A complete segment needs no A, one without later segments needs neither.
 """
 
 
 class StateExchange(_Exchange):
-    """Exchange of the states of cut segments, with A and B of the given shapes."""
+    """Exchange of the states of linked segments, with A and B of the given shapes."""
 
     def __init__(
         self,
@@ -277,10 +296,9 @@ class StateExchange(_Exchange):
         super().__init__("states", *args, **kwargs)
         self.bound = bound
         self._shapes = shapes
-        # A, and B or the gradients of S_in, of all cut segments of this rank, while they are
-        # exchanged.
+        # A, and B or gradients of S_in, of this rank, while they are exchanged.
         self._sent_states: list[Tensor] = []
-        # S_in of this rank's continued segments, in the backward.
+        # S_in of this rank's linked segments that are not complete, in the backward.
         self._states: Sequence[Tensor] = ()
 
     def send(self, transitions: Sequence[Transition], anchors: Sequence[Tensor]) -> Tensor:
@@ -296,7 +314,7 @@ class StateExchange(_Exchange):
     def receive(
         self, token: Tensor, rows: Tensor, transitions: Sequence[Transition]
     ) -> tuple[Tensor, list[Tensor | None]]:
-        """Return the state before each cut segment, [H, K, V]; None for the first of a document.
+        """Return the state before each linked segment, [H, K, V]; None if it is complete.
 
         The rows, results of this rank, need a gradient on every rank or on none; use the returned
         ones in their place.
@@ -307,8 +325,14 @@ class StateExchange(_Exchange):
 
     def begin(self, *tensors: Tensor) -> None:
         """Start the forward's exchange."""
-        cut = len(self.bound.cut)
-        self._start_states(tensors[:cut], tensors[cut : 2 * cut], tensors[-1])
+        linked = len(self.bound.linked)
+        self._start_states(
+            self.bound.state_route,
+            [*enumerate(tensors[:linked])],
+            [*enumerate(tensors[linked : 2 * linked])],
+            linked,
+            tensors[-1],
+        )
 
     def end(self, ctx: Any, rows: Tensor, *factors: Tensor | None) -> tuple[Tensor, ...]:
         """Finish the forward's exchange and return the results of `receive`."""
@@ -316,7 +340,9 @@ class StateExchange(_Exchange):
         if states is None:
             all_factors, offsets = self._arrived("forward")
             states = tuple(
-                _chained(earlier, all_factors, offsets) for earlier in self.bound.earlier if earlier
+                _state_after(earlier, all_factors, offsets)
+                for earlier in self.bound.earlier
+                if earlier
             )
         if self.results.keeps:
             self.results.keep(*(state.detach() for state in states))
@@ -324,31 +350,34 @@ class StateExchange(_Exchange):
         ctx.save_for_backward(*states, *factors)
         return rows, *states
 
-    def begin_back(
-        self, ctx: Any, d_rows: Tensor, *d_given_states: Tensor
-    ) -> tuple[Tensor | None, ...]:
+    def begin_back(self, ctx: Any, d_rows: Tensor, *d_states: Tensor) -> tuple[Tensor | None, ...]:
         """Start the backward's exchange and return the gradients of `receive`'s arguments."""
         saved = ctx.saved_tensors  # unpacked once, as checkpoints want it
         self._states = saved[: ctx.states]
         factors = saved[ctx.states :]
-        gradients = iter(d_given_states)
-        d_states = [next(gradients) if earlier else None for earlier in self.bound.earlier]
-        self._start_states(factors, d_states, d_rows, back=True)
+        bound = self.bound
+        of_incomplete = [number for number in bound.gradient_of if number >= 0]
+        self._start_states(
+            bound.gradient_route,
+            # Segments that share a gradient have no A.
+            [*zip(bound.gradient_of, factors, strict=True)],
+            [*zip(of_incomplete, d_states, strict=True)],
+            bound.gradients,
+            d_rows,
+        )
         return d_rows, *[None] * len(factors)
 
     def end_back(self) -> list[Tensor | None]:
         """Finish the backward's exchange and return the gradients of `send`'s arguments."""
-        # The backward of S_out = A S_in + B runs from the last segment to the first, with A
-        # transposed: dB is the gradient of S_out, and dA is dB S_inᵀ.
+        # The backward of S_out = A S_in + B: dB is the gradient of S_out, and dA is dB S_inᵀ.
         factors, d_states = self._arrived("backward")
-        transposed = [factor.mT if factor.dim() == 3 else factor for factor in factors]
         states = iter(self._states)
         self._states = ()
         d_factors: list[Tensor | None] = []
         d_offsets: list[Tensor | None] = []
         for earlier, later in zip(self.bound.earlier, self.bound.later, strict=True):
             state = next(states) if earlier else None
-            gradient = _chained(later[::-1], transposed, d_states) if later else None
+            gradient = _gradient_after(later, factors, d_states) if later else None
             d_offsets.append(gradient)
             d_factor = None
             if state is not None and gradient is not None:
@@ -359,53 +388,80 @@ class StateExchange(_Exchange):
 
     def _start_states(
         self,
-        factors: Sequence[Tensor | None],
-        states: Sequence[Tensor | None],
+        route: Route,
+        factors: Sequence[tuple[int, Tensor | None]],
+        states: Sequence[tuple[int, Tensor | None]],
+        count: int,
         template: Tensor,
-        *,
-        back: bool = False,
     ) -> None:
-        """Start to send A, and B or gradients of S_in, of all cut segments.
+        """Start to send A, and B or gradients of S_in.
 
         They are zeros where no rank reads them.
 
         Args:
+            factors: A, each with its number on this rank.
+            states: B or gradients of S_in; those of the same number are added up.
+            count: numbers on this rank.
             template: tensor on the device of the exchange.
         """
         self._sent_states = [
-            template.new_zeros((len(self.bound.cut), *shape), dtype=torch.float32)
-            for shape in self._shapes
+            template.new_zeros((count, *shape), dtype=torch.float32) for shape in self._shapes
         ]
         for column, values in zip(self._sent_states, (factors, states), strict=True):
-            for number, value in enumerate(values):
+            for number, value in values:
                 if value is not None:
-                    column[number] = value
-        columns = self._sent_states
-        if back:
-            columns = [column.index_select(0, self.bound.received) for column in columns]
-        self._start(self.bound.route, columns, back=back)
+                    column[number] += value
+        self._start(route, self._sent_states)
 
     def _arrived(self, direction: Direction) -> tuple[list[Tensor], list[Tensor]]:
-        """Return A, and B or gradients of S_in, of several segments.
-
-        These are all segments that a table of `Chains` numbers.
-        """
+        """Return A, and B or gradients of S_in, of all numbers on this rank."""
         sent_factors, sent_states = self._sent_states
         self._sent_states = []
         arrived_factors, arrived_states = self._wait(direction)
         return [*sent_factors, *arrived_factors], [*sent_states, *arrived_states]
 
 
-def _chained(numbers: Sequence[int], factors: list[Tensor], offsets: list[Tensor]) -> Tensor:
+def carried(factor: Tensor, state: Tensor) -> Tensor:
+    """Return A·S, the part of a state before a segment that is left after it.
+
+    Args:
+        factor: A, [H, K, K] or [H].
+        state: S, [H, K, V].
+    """
+    return factor @ state if factor.dim() == 3 else factor[:, None, None] * state
+
+
+def _state_after(numbers: Sequence[int], factors: list[Tensor], offsets: list[Tensor]) -> Tensor:
     """Return the state after several numbered segments, from their offsets and factors.
 
-    The state after a number is its offset, plus its factor times the state before. A factor is
-    [H, K, K] or [H].
+    The state after a number is its offset, plus its factor times the state before.
     """
     first_number, *further_numbers = numbers
     state = offsets[first_number].clone()  # not in memory that is used again
     for number in further_numbers:
-        factor = factors[number]
-        changed = factor @ state if factor.dim() == 3 else factor[:, None, None] * state
-        state = offsets[number] + changed
+        state = offsets[number] + carried(factors[number], state)
     return state
+
+
+def _gradient_after(
+    later: Sequence[Later], factors: list[Tensor], d_states: list[Tensor]
+) -> Tensor:
+    """Return the gradient of the state after a segment.
+
+    Each later segment adds the gradient of its state before. That is its own gradient, plus its
+    factor transposed times the gradient of the state after it.
+    """
+    total = torch.zeros_like(d_states[later[0].gradient])
+    after: dict[int, Tensor] = {}  # by place in `later`: gradient of the state after it, so far
+    for place, (number, place_before) in enumerate(later):
+        d_state = d_states[number]
+        if place in after:
+            factor = factors[number]
+            transposed = factor.mT if factor.dim() == 3 else factor
+            d_state = d_state + carried(transposed, after.pop(place))
+        if place_before < 0:
+            total += d_state
+        else:
+            known = after.get(place_before)
+            after[place_before] = d_state if known is None else known + d_state
+    return total

@@ -91,7 +91,7 @@ def count_peaks(
     live = _live_memory(len(layers), depth or len(layers))
     live.belong([*model.parameters(), *model.buffers()], "weights")
     base = base_model(model)
-    _checkpoint(base, run.checkpointing)
+    set_checkpointing(base, run.checkpointing)
     bound = bound_plan(plan, rank, run, live)
     for nano in bound.nano_batches:  # made now, since tables cannot be made of fake tensors
         nano.cuts.bind(halo_widths(base))
@@ -216,7 +216,7 @@ def run_core_attention(bound: BoundPlan, kind: AttentionKind, dtype: torch.dtype
     o_THE.backward(torch.empty_like(o_THE))
 
 
-def _checkpoint(model: Any, checkpointing: Mapping[str, Any] | None) -> None:
+def set_checkpointing(model: Any, checkpointing: Mapping[str, Any] | None) -> None:
     """Set a model's checkpointing as transformers' trainer does, or turn it off."""
     if checkpointing is None:
         disable_checkpointing(model)

@@ -1,5 +1,6 @@
 """Count of a rank's training memory, and the longest rows that fit."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -8,6 +9,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig
 
+from hf_distca.memory.counted_encoder import Encoded, EncoderPeaks, count_encoder
 from hf_distca.memory.counted_step import Peaks, busiest_rank, count_peaks
 from hf_distca.memory.live import Part
 from hf_distca.memory.model_state import ModelState, model_state, parameter_bytes
@@ -55,14 +57,23 @@ class MemoryCounter:
         self._by_config = by_config
         self._longest: dict[int, MicroBatchPlan] = {}  # by tokens of a rank
         self._counted: dict[Any, tuple[MicroBatchPlan, Peaks]] = {}
+        self._encoders: dict[Any, EncoderPeaks] = {}
         self._states: dict[
             tuple[Strategy, int, bool], ModelState
         ] = {}  # by strategy, shards, mixed
 
-    def count(self, plan: MicroBatchPlan, run: RunSpec, rank: int | None = None) -> RankMemory:
+    def count(
+        self,
+        plan: MicroBatchPlan,
+        run: RunSpec,
+        rank: int | None = None,
+        encoded: Encoded | None = None,
+    ) -> RankMemory:
         """Count the memory of a micro-batch on a rank.
 
-        None for the rank that exchanges the most.
+        Args:
+            rank: None for the rank that exchanges the most.
+            encoded: images that the rank encodes; None without images.
         """
         state = self._state_of(run)
         tokens = run.plans.rows_per_rank
@@ -89,7 +100,36 @@ class MemoryCounter:
         if not accumulates:  # some gradients are not made yet at the peak, or all of them
             missing = parameter_bytes(self._model, trained=True) - at_peak
             state = state._replace(gradients=state.gradients - missing)
+        if encoded is not None:
+            parts["encoder"] = self.encoder_bytes(counted_run, encoded, parts)
         return RankMemory(state, parts, host)
+
+    def encoder_bytes(
+        self, run: RunSpec, encoded: Encoded, parts: Mapping[Part, int] | None = None
+    ) -> int:
+        """Return the bytes of images that a rank encodes, beside those of the text model.
+
+        Args:
+            parts: bytes of the text model's step at its peak, which are free when the encoder's
+                backward runs; None leaves out that backward.
+        """
+        run = replace(run, strategy="ddp" if run.strategy == "ddp" else "fsdp2", shards=None)
+        key = encoded, repr(run.checkpointing), run.strategy, run.mixed
+        if key not in self._encoders:
+            self._encoders[key] = count_encoder(self._encoding_model(run), run, encoded)
+        kept, peak = self._encoders[key]
+        always = ("exchange buffers", "plan")
+        free = peak if parts is None else sum(parts[part] for part in parts if part not in always)
+        return max(kept, peak - free)
+
+    def _encoding_model(self, run: RunSpec) -> nn.Module:
+        """Return a model of fake tensors whose encoder is that of the model."""
+        computed = torch.bfloat16 if run.mixed else torch.float32
+        dtype = None if run.strategy == "ddp" else computed
+        if not self._by_config:
+            return model_after(self._model, dtype)
+        config = with_layers(self._model.config, 1)
+        return model_of_config(config, dtype or torch.float32)
 
     def longest(self, available: int, run: RunSpec, counted: RankMemory | None = None) -> int:
         """Return the most tokens per rank that fit into the available bytes; 0 if none do.

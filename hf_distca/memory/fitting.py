@@ -70,8 +70,8 @@ def fit_into_memory(
     def counted() -> CountedMemory | None:
         if dispatcher.groups.rank > 0:
             return None
-        memory = torch.cuda.get_device_properties(dispatcher.device).total_memory
-        return log_memory(model, dispatcher.run, memory)
+        total = torch.cuda.get_device_properties(dispatcher.device).total_memory
+        return log_memory(model, dispatcher.run, memory_beside_engine(args, total))
 
     run = dispatcher.run
     taken = counted()
@@ -92,6 +92,17 @@ def fit_into_memory(
             taken = counted()
     if taken is not None:
         warn_of_memory(taken, offloaded)
+
+
+def memory_beside_engine(args: Any, total: int) -> int:
+    """Return the bytes of a GPU for training, beside an inference engine of TRL in the process.
+
+    The engine keeps its share while the model trains, unless it sleeps.
+    """
+    is_beside = getattr(args, "use_vllm", False) and args.vllm_mode == "colocate"
+    if not is_beside or args.vllm_enable_sleep_mode:
+        return total
+    return total - int(args.vllm_gpu_memory_utilization * total)
 
 
 # Memory of a step

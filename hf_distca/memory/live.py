@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 Kept = Literal["weights", "gradients", "exchange buffers", "plan"]
-Made = Literal["activations", "cast weights", "kept O", "loss", "backward", "host"]
+Made = Literal["activations", "cast weights", "kept O", "loss", "backward", "host", "encoder"]
 Part = Kept | Made
 """Purpose of a tensor.
 
@@ -21,6 +21,7 @@ Part = Kept | Made
 - plan: row numbers of a bound plan.
 - exchange buffers: memory that exists throughout a step, whenever its tensors are made.
 - backward: temporary tensors of the backward, recomputed activations included.
+- encoder: what an encoder of images takes beside the text model.
 - host: offloaded tensors, which take no device memory.
 """
 
@@ -58,6 +59,11 @@ class LiveMemory(TorchDispatchMode):
         self._alive: dict[int, tuple[weakref.ref[Any], int, Part, bool]] = {}
         self._bytes: Counter[Part] = Counter()
         self._repeated: Counter[Part] = Counter()
+
+    @property
+    def alive(self) -> Counter[Part]:
+        """Bytes by part of the tensors that are alive."""
+        return self._bytes.copy()
 
     @property
     def peak(self) -> Counter[Part]:

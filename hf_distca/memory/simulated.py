@@ -10,6 +10,7 @@ from functools import cache
 import torch
 from transformers import PreTrainedConfig
 
+from hf_distca.memory.counted_encoder import Encoded
 from hf_distca.memory.counter import MEMORY, MemoryCounter, RankMemory
 from hf_distca.models.fake import model_of_config
 from hf_distca.models.tensor_parallel import divided_config
@@ -18,13 +19,15 @@ from hf_distca.planner.micro_batch import plan_micro_batch
 from hf_distca.run import RunSpec
 from hf_distca.sim.strategies import Strategy
 
+PATCHES = 4096
+"""Patches of an image that is encoded for a count."""
 KERNEL = "torch_varlen"
 """Kernel whose memory core attention takes: FlashAttention."""
 
 
 def gpu_memory(
     run: RunSpec, config: PreTrainedConfig
-) -> Callable[[Strategy, int, MicroBatchPlan | None], tuple[int | None, int]]:
+) -> Callable[[Strategy, int, MicroBatchPlan | None, int], tuple[int | None, int]]:
     """Return a `hf_distca.sim.compare.Memory`.
 
     The model's state is divided over all ranks as by FSDP2.
@@ -47,13 +50,17 @@ def gpu_memory(
         return counter_alone.count(plan_micro_batch([rows], alone), run_alone)
 
     def memory(
-        strategy: Strategy, rows: int, plan: MicroBatchPlan | None
+        strategy: Strategy, rows: int, plan: MicroBatchPlan | None, patches: int
     ) -> tuple[int | None, int]:
         state = sum(without_exchange(full_rows).state)
         if strategy.extra_gpus:  # what they hold is unknown
             return None, state
+        encoder = 0
+        if patches:
+            images = -(-patches // PATCHES)
+            encoder = counter.encoder_bytes(run, Encoded(images, patches))
         if plan is not None:
-            return sum(counter.count(plan, run).parts.values()), state
+            return sum(counter.count(plan, run).parts.values()) + encoder, state
         # A line through half and full rows.
         half_rows = full_rows // 2
         half = sum(without_exchange(half_rows).parts.values())
@@ -62,6 +69,6 @@ def gpu_memory(
         # What a rank receives from its group, and the gradients.
         most_values = max(map(strategy.group.received_values, settings.kinds))
         received = 2 * rows * most_values * run.device.bytes_per_value
-        return extended + round(received), state
+        return extended + round(received) + encoder, state
 
     return memory

@@ -8,11 +8,18 @@ from typing import Any
 
 from transformers.image_processing_utils import select_best_resolution
 
+from hf_distca.batches.encoder_shape import EncoderShape
 from hf_distca.batches.images import Field, Modality
 
 _OPTIONS = {
     *("self", "kwargs", "vision_feature_layer", "vision_feature_select_strategy"),
-    *("vision_aspect_ratio", "downsample_mode", "pixel_values_images", "interpolate_pos_encoding"),
+    *(
+        "output_hidden_states",
+        "vision_aspect_ratio",
+        "downsample_mode",
+        "pixel_values_images",
+        "interpolate_pos_encoding",
+    ),
 }
 """Arguments of encoders that hold no input of an image, or another name of the pixels."""
 _ROWS_UNKNOWN = {"hunyuan_vl_vision"}
@@ -101,11 +108,11 @@ def encoder_inputs(
     return make(encoder)
 
 
-def encoder_work(vision: Any) -> tuple[float, float]:
-    """Return the multiplications of an encoder for a patch, and for a pair of patches.
+def encoder_shape(vision: Any) -> EncoderShape:
+    """Return the shape of an encoder.
 
     A layer has four projections of attention and an MLP with two matrices, or three where it is
-    gated. Layers with windows have pairs inside a window only, which are left out.
+    gated.
 
     Args:
         vision: config of the encoder.
@@ -116,8 +123,15 @@ def encoder_work(vision: Any) -> tuple[float, float]:
     inner = inner or int(hidden * (getattr(vision, "mlp_ratio", None) or 4))
     matrices = 3 if getattr(vision, "hidden_act", "") == "silu" else 2
     layers_without_windows = getattr(vision, "fullatt_block_indexes", None)
-    full_layers = layers if layers_without_windows is None else len(layers_without_windows)
-    return float(layers * (4 * hidden**2 + matrices * hidden * inner)), 2.0 * full_layers * hidden
+    side = _first_of(vision, ("window_size",)) // max(_first_of(vision, ("patch_size",)), 1)
+    return EncoderShape(
+        layers,
+        hidden,
+        _first_of(vision, ("num_attention_heads", "num_heads")) or 1,
+        4 * hidden**2 + matrices * hidden * inner,
+        layers if layers_without_windows is None else len(layers_without_windows),
+        side**2,
+    )
 
 
 def _first_of(config: Any, names: tuple[str, ...]) -> int:

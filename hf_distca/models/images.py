@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 
 from hf_distca.batches.images import ImageModel, Modality
 from hf_distca.models.decoder import base_model
-from hf_distca.models.encoder_inputs import encoder_inputs, encoder_work
+from hf_distca.models.encoder_inputs import encoder_inputs, encoder_shape
 
 ENCODES = {"image": "get_image_features", "video": "get_video_features"}
 """Method of a model that encodes inputs of each modality."""
@@ -54,7 +54,6 @@ def _read(model: nn.Module) -> ImageModel | str:
     reason = _why_not_by_rows(encoder, config)
     if reason:
         return reason
-    vision = config.vision_config
     image = _modality("image", encoder, config)
     if isinstance(image, str):
         return image
@@ -66,7 +65,6 @@ def _read(model: nn.Module) -> ImageModel | str:
     )
     if isinstance(video, Modality) and video.kind == "grid":
         modalities.append(video)
-    linear, quadratic = encoder_work(vision)
     has_rule = hasattr(encoder, "get_rope_index")
     merge = getattr(encoder, "spatial_merge_size", None)
     return ImageModel(
@@ -74,8 +72,7 @@ def _read(model: nn.Module) -> ImageModel | str:
         config,
         _own_class(encoder) if has_rule else None,
         {"spatial_merge_size": merge} if has_rule and isinstance(merge, int) else {},
-        linear,
-        quadratic,
+        encoder_shape(config.vision_config),
     )
 
 

@@ -8,7 +8,7 @@ from torch import nn
 from transformers.utils.logging import get_logger
 
 from hf_distca.models.decoder import base_model, text_decoder
-from hf_distca.models.mixing_modules import all_mixing_modules
+from hf_distca.models.mixing_modules import uncuttable
 from hf_distca.models.rotary_types import rotary_modules
 
 logger = get_logger(__name__)
@@ -43,8 +43,9 @@ def log_no_sharing(reason: str, rank: int) -> None:
 
 def why_sequences_share_nothing(model: nn.Module) -> str | None:
     """Return the reason why prefix sharing would change hidden states; None without one."""
-    if all_mixing_modules(model):
-        return "some layers mix rows otherwise than by attention"
+    whole = uncuttable(model)
+    if whole is not None:
+        return f"documents of {type(whole).__name__} stay whole"
     if rotary_modules(base_model(model)):
         return "rotary embeddings depend on the length of each sequence"
     drawn = _drawn_for_each_row(model)

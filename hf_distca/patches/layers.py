@@ -119,7 +119,7 @@ class _PlannedLayer(nn.Module):
     def _takes_turns(self, plan: BoundPlan) -> bool:
         """Return whether two nano-batches take turns in this call, and count the call."""
         exchanges_rows = bool(self.attends and plan.exchanges)
-        exchanges_states = bool(self.mixes and plan.cuts_documents)
+        exchanges_states = bool(self.mixes and plan.exchanges_states)
         exchanges = exchanges_rows or exchanges_states
         if plan.is_part:  # the layer around this one takes turns
             return False

@@ -26,7 +26,8 @@ from hf_distca.dispatch.bound import BoundPlan
 from hf_distca.dispatch.kept_results import Checkpoints, checkpoints_around
 from hf_distca.models.decoder import mixing_modules, stock_forward
 from hf_distca.models.mixing_modules import LIGHTNING, functions
-from hf_distca.patches.mixing_functions import MixingCall, lightning_attention, planned_functions
+from hf_distca.patches.mixing_calls import MixingCall
+from hf_distca.patches.mixing_functions import lightning_attention, planned_functions
 from hf_distca.patches.modules import subclass, uncompiled
 from hf_distca.patches.split import Parts, Sizes, join_results, split_argument
 from hf_distca.plan import PLAN_KEY

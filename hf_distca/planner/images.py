@@ -13,11 +13,12 @@ from hf_distca.plan.arrays import FloatArray, IntArray, Table
 from hf_distca.plan.intervals import row_counts, rows_before_in
 
 IMAGE = np.dtype(
-    [(name, np.int64) for name in ("document", "modality", "index", "rows")]
+    [(name, np.int64) for name in ("document", "modality", "index", "rows", "patches", "pairs")]
     + [("cost", np.float64)]
 )
-"""An image of a document. `index` is its number among the document's images of a modality, and
-`cost` the work of its encoder."""
+"""An image of a document. `index` is its number among the document's images of a modality, `pairs`
+are those of patches in the encoder's attention without windows, and `cost` is the work of its
+encoder."""
 PLACEHOLDERS = np.dtype([(name, np.int64) for name in ("image", "start", "stop", "offset")])
 """Rows [start, stop) of a document that are placeholders of an image, one after another. `offset`
 is the row of the image's features for `start`."""

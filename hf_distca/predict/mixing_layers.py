@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from hf_distca.plan import Direction, Layout
 from hf_distca.plan.arrays import FloatArray, IntArray
-from hf_distca.plan.cuts import chained
+from hf_distca.plan.cuts import complete_segments, linked_pairs, predecessors, sent_once
 from hf_distca.plan.intervals import row_counts
 from hf_distca.predict.seconds import Links, MixingCosts
 
@@ -21,9 +21,9 @@ class CountedCuts:
     """Counts of a nano-batch on which the seconds of mixing layers depend, [ranks] each."""
 
     rows: IntArray
-    cut: IntArray  # rows of cut documents
-    continued: IntArray  # rows of segments with earlier segments
-    segments: IntArray  # segments of cut documents
+    cut: IntArray  # rows of segments that send or need states
+    continued: IntArray  # rows of segments that start from a state of another rank
+    segments: IntArray  # segments of cut documents and of prefix trees
     uncut_documents: IntArray
     # [2, ranks] within and between nodes: the larger number of halos that a rank sends and
     # receives.
@@ -55,28 +55,31 @@ def count_cuts(layout: Layout, nodes: Sequence[int]) -> CountedCuts:
         nodes: [workers] node of each worker, ranks first.
     """
     ranks = layout.ranks
-    order, position, earlier, later = chained(layout.segments)
-    segments = layout.segments.take(order)
-    rank = segments["rank"]
-    rows = row_counts(segments)
-    is_cut = rows < layout.lengths[segments["document"]]
-    is_continued = position > 0
+    rank = layout.segments["rank"]
+    rows = row_counts(layout.segments)
+    before = predecessors(layout)
+    is_complete = complete_segments(layout, before)
+    earlier, later = linked_pairs(before, is_complete)
+    follows = np.flatnonzero(before >= 0)
+    is_linked = np.zeros(len(rank), np.bool_)
+    is_linked[earlier] = is_linked[later] = True
+    is_whole = before < 0
+    is_whole[before[follows]] = False
 
     def sums(values: IntArray | NDArray[np.bool_]) -> IntArray:
         """Return [ranks] the sum of a value of each segment."""
         return np.bincount(rank, values, ranks).astype(np.int64)
 
-    # A segment gets its halo from the segment before it, which is the one before it in `order`.
-    continued = np.flatnonzero(is_continued)
+    holder, target = sent_once(earlier, rank[later], layout)
     node_of_workers = np.asarray(nodes)
     return CountedCuts(
         rows=layout.tokens,
-        cut=sums(rows * is_cut),
-        continued=sums(rows * is_continued),
-        segments=sums(is_cut),
-        uncut_documents=sums(~is_cut),
-        halos=_messages(rank[continued - 1], rank[continued], ranks, node_of_workers),
-        states=_messages(rank[earlier], rank[later], ranks, node_of_workers),
+        cut=sums(rows * is_linked),
+        continued=sums(rows * ~is_complete),
+        segments=sums(~is_whole),
+        uncut_documents=sums(is_whole),
+        halos=_messages(rank[before[follows]], rank[follows], ranks, node_of_workers),
+        states=_messages(rank[holder], target, ranks, node_of_workers),
     )
 
 

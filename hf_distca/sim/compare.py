@@ -14,6 +14,7 @@ from hf_distca.planner.whole_ranks import fitting, whole_ranks_pay
 from hf_distca.predict.shapes import ModelShape
 from hf_distca.progress import terminal_bar
 from hf_distca.run import RunSpec
+from hf_distca.sim.encoders import SimulatedImages, with_encoders
 from hf_distca.sim.lengths import histogram
 from hf_distca.sim.strategies import CHOSEN, PLAIN, StepTime, Strategy, all_strategies
 
@@ -33,11 +34,11 @@ TOO_LONG = (
     "'truncate'."
 )
 """Advice where documents are longer than a micro-batch."""
-Memory = Callable[[Strategy, int, MicroBatchPlan | None], tuple[int | None, int | None]]
+Memory = Callable[[Strategy, int, MicroBatchPlan | None, int], tuple[int | None, int | None]]
 """Function that returns a GPU's bytes for rows (None if unknown) and for model state.
 
-Its arguments are a strategy, the most rows of a rank, and the plan of the micro-batch with the
-largest exchange.
+Its arguments are a strategy, the most rows of a rank, the plan of the micro-batch with the largest
+exchange, and the most patches that a rank encodes.
 """
 
 
@@ -70,10 +71,10 @@ class StrategyFigures:
     mixing_mean_seconds: float
     mixing_runs: float  # as in `StepTime`
     mixing_bytes: float
-
-
-SECONDS = "Seconds of the mean rank: step = attention + other + waits + idle."
-"""Meaning of the first columns of a table of strategies."""
+    # In encoders of images, as of `attention_seconds`; 0 without images.
+    encoder_seconds: float
+    encoder_mean_seconds: float
+    encoder_patches: int  # the most patches that a rank ever encodes
 
 
 def parts_of_step(figures: Mapping[str, Any]) -> dict[str, float]:
@@ -81,12 +82,23 @@ def parts_of_step(figures: Mapping[str, Any]) -> dict[str, float]:
 
     They add up to the step. `figures` are fields of `StrategyFigures`.
     """
+    encoder = figures["encoder_mean_seconds"]
     busy = {
+        **({"encoder": encoder} if encoder else {}),
         "attention": figures["attention_mean_seconds"],
         "other": figures["other_mean_seconds"],
         "waits": figures["exchange_mean_seconds"],
     }
     return {**busy, "idle": max(figures["step_seconds"] - sum(busy.values()), 0.0)}
+
+
+def meaning_of_seconds(figures: Mapping[str, Any]) -> str:
+    """Return the meaning of the first columns of a table of strategies.
+
+    Args:
+        figures: fields of `StrategyFigures`.
+    """
+    return f"Seconds of the mean rank: step = {' + '.join(parts_of_step(figures))}."
 
 
 def columns_of(figures: Mapping[str, Any]) -> dict[str, str]:
@@ -99,6 +111,7 @@ def columns_of(figures: Mapping[str, Any]) -> dict[str, str]:
     memory_bytes = [figures["rows_bytes"], figures["state_bytes"]]
     busiest = figures["attention_seconds"]
     mean = figures["attention_mean_seconds"]
+    encoder = figures["encoder_mean_seconds"]
     mixing_columns = {
         "mixing": f"{figures['mixing_mean_seconds']:.3f}",
         "runs": f"{figures['mixing_runs']:.1f}",
@@ -109,6 +122,7 @@ def columns_of(figures: Mapping[str, Any]) -> dict[str, str]:
         "step, s": f"{figures['step_seconds']:.3f}",
         **{name: f"{seconds:.3f}" for name, seconds in parts_of_step(figures).items()},
         **(mixing_columns if figures["mixing_seconds"] else {}),
+        **({"encoder max/mean": f"{figures['encoder_seconds'] / encoder:.2f}"} if encoder else {}),
         "imbalance": f"{busiest / mean if mean else 1.0:.2f}",
         "tokens/s": f"{figures['tokens_per_second']:,.0f}",
         "MFU": f"{figures['mfu']:.1%}",
@@ -177,10 +191,14 @@ def simulate(
     count: int,
     others: Sequence[Strategy] = (),
     memory: Memory = lambda *_: (None, None),
+    images: Sequence[SimulatedImages] = (),
 ) -> Simulation:
     """Simulate micro-batches under `all_strategies` and others; by default without memory.
 
     A document that is longer than all ranks hold is cut for every strategy, and counts as cut.
+
+    Args:
+        images: of each micro-batch; none for text.
     """
     # 1. The micro-batches as training draws them, and the operations of the model in them.
     capacity = run.plans.capacity
@@ -198,12 +216,13 @@ def simulate(
     figures: dict[str, StrategyFigures] = {}
     strategies = (*all_strategies(run), *others)
     for strategy in terminal_bar(strategies, "Simulating strategies"):
-        steps, largest_plan = _steps_of(strategy, drawn)
+        steps, largest_plan = _steps_of(strategy, drawn, images, run)
         name = strategy.name
         seconds[name] = np.array([step.seconds for step in steps])
         load[name] = steps[0].attention
         tokens_most = max(step.tokens_most for step in steps)
-        rows_bytes, state_bytes = memory(strategy, tokens_most, largest_plan)
+        patches_most = max(step.encoder_patches for step in steps)
+        rows_bytes, state_bytes = memory(strategy, tokens_most, largest_plan, patches_most)
         figures[name] = _strategy_figures(
             strategy,
             steps,
@@ -269,14 +288,20 @@ def _operations(lengths: IntArray, model: ModelShape) -> float:
 
 
 def _steps_of(
-    strategy: Strategy, micro_batches: Sequence[IntArray]
+    strategy: Strategy,
+    micro_batches: Sequence[IntArray],
+    images: Sequence[SimulatedImages],
+    run: RunSpec,
 ) -> tuple[list[StepTime], MicroBatchPlan | None]:
     """Return the steps of a strategy, and the plan whose busiest rank exchanges the most."""
     steps: list[StepTime] = []
     largest_plan = None
     largest_bytes = 0
-    for lengths in micro_batches:
+    for index, lengths in enumerate(micro_batches):
         step, plan = strategy.step(lengths)
+        if images:
+            batch = images[index].of_first(len(lengths))
+            step = with_encoders(step, plan, batch, lengths, run)
         steps.append(step)
         if step.bytes_bottleneck >= largest_bytes:
             largest_plan = plan
@@ -307,7 +332,8 @@ def _strategy_figures(
     attention = np.array([step.attention for step in steps])
     other = np.array([step.other for step in steps])
     waited = np.array([step.waited for step in steps])
-    busy_share = (attention + other).mean(axis=1) / seconds
+    encoder = np.array([np.zeros(len(s.other)) if s.encoder is None else s.encoder for s in steps])
+    busy_share = (attention + other + encoder).mean(axis=1) / seconds
     return StrategyFigures(
         name=strategy.name,
         document_layout=strategy.document_layout,
@@ -332,6 +358,9 @@ def _strategy_figures(
         mixing_mean_seconds=float(np.mean([step.mixing.mean() for step in steps])),
         mixing_runs=float(np.mean([step.mixing_runs for step in steps])),
         mixing_bytes=float(np.mean([step.mixing_bytes for step in steps])),
+        encoder_seconds=float(encoder.max(axis=1).mean()),
+        encoder_mean_seconds=float(encoder.mean()),
+        encoder_patches=max(step.encoder_patches for step in steps),
     )
 
 

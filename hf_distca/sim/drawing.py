@@ -27,6 +27,7 @@ COLOURS = {
     "muted": ("#59616e", "#a2abb8"),
     "rule": ("#e0e2e4", "#2b3038"),
     "edge": ("#c9ccd1", "#414853"),
+    "encoder": ("#2a8c8c", "#58b8b8"),
     "attention": ("#2f6fb5", "#6aa5e3"),
     "other": ("#8590a1", "#77828f"),
     "waits": ("#c06a12", "#e39a45"),
@@ -36,10 +37,10 @@ COLOURS = {
 }
 """Colours on light and on dark pages.
 
-From "attention" on, the names are classes of marks: core attention, other layers, waits for
-exchanges, idle time, planned strategies, and strategies without plans.
+From "encoder" on, the names are classes of marks: encoders of images, core attention, other layers,
+waits for exchanges, idle time, planned strategies, and strategies without plans.
 """
-MARKS = list(COLOURS)[list(COLOURS).index("attention") :]
+MARKS = list(COLOURS)[list(COLOURS).index("encoder") :]
 FILE_STYLE = """svg { max-width: 100%; height: auto; }
 text { font: 13px system-ui, sans-serif; fill: var(--muted); font-variant-numeric: tabular-nums; }
 .strong { fill: var(--ink); font-weight: 600; }

@@ -62,7 +62,13 @@ def cut_at(draw: Draw, longest: int) -> Draw:
 
 
 def micro_batches(
-    draw: Draw, tokens: int, seed: int, first: IntArray | None = None, *, cut: bool = True
+    draw: Draw,
+    tokens: int,
+    seed: int,
+    first: IntArray | None = None,
+    *,
+    cut: bool = True,
+    lengths: IntArray | None = None,
 ) -> Iterator[IntArray]:
     """Yield global micro-batches without end.
 
@@ -74,17 +80,23 @@ def micro_batches(
         first: lengths of documents that each micro-batch begins with, such as one long one.
         cut: whether lengths are those of cut documents; else a longer document comes alone, with
             its own length.
+        lengths: of documents by number, where `draw` gives their numbers: numbers are yielded.
     """
     random = np.random.default_rng(seed)
     begin = np.zeros(0, np.int64) if first is None else first
     waiting = np.zeros(0, np.int64)
+
+    def sizes() -> IntArray:
+        """Return the tokens that waiting documents take."""
+        return np.minimum(waiting if lengths is None else lengths[waiting], tokens)
+
     while True:
         # Draw until the documents cannot all fit.
-        while np.minimum(waiting, tokens).sum() <= tokens:
-            waiting = np.append(waiting, np.maximum(draw(random, 256), 1))
-        cut_lengths = np.minimum(waiting, tokens)
-        fits = int(np.searchsorted(np.cumsum(cut_lengths), tokens - begin.sum(), side="right"))
-        yield np.append(begin, (cut_lengths if cut else waiting)[:fits])
+        while sizes().sum() <= tokens:
+            drawn = draw(random, 256)
+            waiting = np.append(waiting, np.maximum(drawn, 1) if lengths is None else drawn)
+        fits = int(np.searchsorted(np.cumsum(sizes()), tokens - begin.sum(), side="right"))
+        yield np.append(begin, (sizes() if cut else waiting)[:fits])
         waiting = waiting[fits:]
 
 

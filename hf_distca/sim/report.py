@@ -6,7 +6,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from hf_distca.sim.compare import SECONDS, columns_of, parts_of_step
+from hf_distca.sim.compare import columns_of, meaning_of_seconds, parts_of_step
 from hf_distca.sim.drawing import (
     Drawing,
     lengths_picture,
@@ -23,6 +23,7 @@ POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
 MOST_RANKS = 256
 """Maximum number of ranks in a table; `--json` has all of them."""
 STEP_PARTS = {
+    "encoder": "encoder of images",
     "attention": "core attention",
     "other": "other layers",
     "waits": "waits for rows of other ranks",
@@ -34,7 +35,7 @@ LAUNCH_CONFIG = "examples/configs/fsdp2.yaml"
 """Configuration of the launch under which memory is counted."""
 MEAN = ("level", "mean of the ranks")
 COLUMNS = (
-    f"{SECONDS} imbalance: core attention of the busiest rank over that of the mean rank. "
+    "imbalance: core attention of the busiest rank over that of the mean rank. "
     "tokens/s: of all ranks. MFU, model FLOPs utilization: operations of the model over those "
     "that the GPUs can do in the same time. cut: documents that lose context. sent: the busiest "
     "rank's bytes in one layer's forward. GB: memory of one GPU, with weights, gradients and "
@@ -44,7 +45,7 @@ COLUMNS = (
     "gaps between tensors, some 2 GB, are left out. runs today: whether transformers, "
     "accelerate or TRL run the strategy on packed documents."
 )
-"""Meaning of the columns of the table of strategies."""
+"""Meaning of the further columns of the table of strategies."""
 ON_RANKS = (
     "Plain packing gives every rank equal tokens and cuts documents that a rank cannot hold, as "
     "TRL does with packing=True. Whole documents balanced: every document lies on one rank. "
@@ -79,7 +80,8 @@ MEMORY = (
 )
 """Meaning of the table of memory."""
 PARTS_OF_MEMORY = (
-    "optimizer: its state, such as the two moments of Adam. activations: results that the backward "
+    "optimizer: its state, such as the two moments of Adam. encoder of images: pixels, features "
+    "and what the encoder's backward reads. activations: results that the backward "
     "reads. autocast's copies of weights: in the dtype of the computation. kept O and "
     "log-sum-exp: results of core attention that gradient checkpointing does not compute again. "
     "exchange buffers: rows that arrive from other ranks. row numbers of the plan: tensors by "
@@ -168,7 +170,7 @@ def simulation_report(figures: Mapping[str, Any]) -> str:
             "Seconds of a step by strategy, divided into core attention, other layers, waits and "
             "idle time",
             stacks_picture(bars, " s", compared),
-            list(STEP_PARTS.items()),
+            [(part, STEP_PARTS[part]) for part in parts_of_step(strategies[0])],
         ),
         _table(
             "Means over all micro-batches",
@@ -176,7 +178,7 @@ def simulation_report(figures: Mapping[str, Any]) -> str:
             [list(row.values()) for row in rows],
             compared,
         ),
-        f"<p class='caption'>{escape(COLUMNS)}</p>",
+        f"<p class='caption'>{escape(f'{meaning_of_seconds(strategies[0])} {COLUMNS}')}</p>",
     )
 
     # 3. Padded batches, if they were simulated.

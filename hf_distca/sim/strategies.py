@@ -11,7 +11,7 @@ from functools import partial
 import numpy as np
 
 from hf_distca.plan import MicroBatchPlan
-from hf_distca.plan.arrays import IntArray
+from hf_distca.plan.arrays import FloatArray, IntArray, Table
 from hf_distca.planner.bin_packing import Bins, largest_first
 from hf_distca.planner.micro_batch import plan_micro_batch
 from hf_distca.planner.settings import PlanSettings
@@ -20,6 +20,9 @@ from hf_distca.predict.mixing_layers import count_cuts
 from hf_distca.predict.walk import Walked, document_seconds, predict_step
 from hf_distca.run import RunSpec
 from hf_distca.sim.context_parallel import ONE_RANK, Documents, Group
+
+HELD = np.dtype([(name, np.int64) for name in ("document", "group", "tokens")])
+"""Tokens of a document that the ranks of a group hold."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,6 +36,11 @@ class StepTime(Walked):
     # Runs of a recurrence's kernel in a mixing layer's forward, on the rank with the most.
     mixing_runs: int = 0
     mixing_bytes: float = 0.0  # that the busiest rank sends or receives in a mixing layer's forward
+    # Of dtype HELD; None where a plan says it.
+    held: Table | None = None
+    group_ranks: int = 1  # ranks of a group
+    encoder: FloatArray | None = None  # [ranks] seconds in encoders of images; None without images
+    encoder_patches: int = 0  # of the rank that encodes the most
 
 
 @dataclass(frozen=True, eq=False)
@@ -117,8 +125,9 @@ def plain(lengths: IntArray, run: RunSpec) -> StepTime:
 
     Each rank has one row, and rows have about equally many tokens.
     """
-    rows, cut = packed_rows(lengths, run)
-    return on_ranks(rows, run, cut=cut)
+    spans, rank_of_span = _packed(lengths, run)
+    rows = _by_bin(spans, rank_of_span, run.plans.ranks)
+    return replace(on_ranks(rows, run, cut=_cut_documents(spans)), held=_held(spans, rank_of_span))
 
 
 def packed_rows(lengths: IntArray, run: RunSpec) -> tuple[list[list[int]], int]:
@@ -130,21 +139,30 @@ def packed_rows(lengths: IntArray, run: RunSpec) -> tuple[list[list[int]], int]:
     Returns:
         [ranks] lengths of the spans in each row, and the number of cut documents.
     """
-    span_lengths, cut_documents = _cut(lengths, run.plans.rows_per_rank)
-    order = largest_first(span_lengths)
+    spans, rank_of_span = _packed(lengths, run)
+    return _by_bin(spans, rank_of_span, run.plans.ranks), _cut_documents(spans)
+
+
+def _packed(lengths: IntArray, run: RunSpec) -> tuple[Table, IntArray]:
+    """Return the spans of documents, and the rank of each, with about equally many tokens each."""
+    spans = _cut(lengths, run.plans.rows_per_rank)
     # Each span goes to the rank with the fewest tokens, whether that rank has room or not.
-    ranks = Bins([int(span_lengths.sum())] * run.plans.ranks)
-    rank_of_span = ranks.pack(span_lengths, span_lengths, order, ranks.most_room)
-    return _by_bin(span_lengths, order, rank_of_span, run.plans.ranks), cut_documents
+    ranks = Bins([int(lengths.sum())] * run.plans.ranks)
+    order = largest_first(spans["tokens"])
+    return spans, ranks.pack(spans["tokens"], spans["tokens"], order, ranks.most_room)
 
 
 def _by_bin(
-    span_lengths: IntArray, order: IntArray, bin_of_span: IntArray, bins: int
+    spans: Table, bin_of_span: IntArray, bins: int, order: IntArray | None = None
 ) -> list[list[int]]:
-    """Return the lengths of the spans in each bin, in the order in which they were packed."""
+    """Return the lengths of the spans in each bin, in the order in which they were packed.
+
+    Args:
+        order: of packing; None for the longest first.
+    """
     lengths_of_bin: list[list[int]] = [[] for _ in range(bins)]
-    for span in order.tolist():
-        lengths_of_bin[bin_of_span[span]].append(int(span_lengths[span]))
+    for span in (largest_first(spans["tokens"]) if order is None else order).tolist():
+        lengths_of_bin[bin_of_span[span]].append(int(spans["tokens"][span]))
     return lengths_of_bin
 
 
@@ -154,16 +172,17 @@ def whole_documents(lengths: IntArray, run: RunSpec, group: Group = ONE_RANK) ->
     With rows divided it is the baseline of WLB-LLM and of the paper.
     """
     most_tokens = run.plans.rows_per_rank * group.ranks
-    span_lengths, cut_documents = _cut(lengths, most_tokens)
-    costs = document_seconds(span_lengths, run.costs)
+    spans = _cut(lengths, most_tokens)
+    costs = document_seconds(spans["tokens"], run.costs)
     order = largest_first(costs)
     count = run.plans.ranks // group.ranks
     groups = Bins([most_tokens] * count)
     group_of_span = groups.pack(
-        span_lengths, costs, order, groups.least_work, when_full=groups.most_room
+        spans["tokens"], costs, order, groups.least_work, when_full=groups.most_room
     )
-    documents = _by_bin(span_lengths, order, group_of_span, count)
-    return on_ranks(documents, run, group, cut_documents)
+    documents = _by_bin(spans, group_of_span, count, order)
+    step = on_ranks(documents, run, group, _cut_documents(spans))
+    return replace(step, held=_held(spans, group_of_span), group_ranks=group.ranks)
 
 
 def planned(lengths: IntArray, run: RunSpec) -> tuple[StepTime, MicroBatchPlan]:
@@ -208,18 +227,29 @@ def step_of_plan(plan: MicroBatchPlan, run: RunSpec) -> StepTime:
     return replace(step, mixing_runs=int(runs.max()), mixing_bytes=mixing_bytes)
 
 
-def _cut(lengths: IntArray, span_tokens: int) -> tuple[IntArray, int]:
+def _cut(lengths: IntArray, span_tokens: int) -> Table:
     """Cut documents into spans of at most `span_tokens` tokens.
 
-    Return the lengths of the spans and the number of cut documents.
+    Return [spans] of dtype HELD, by document, without their groups.
     """
-    span_lengths: list[int] = []
-    for length in lengths.tolist():
-        full_spans, remaining_tokens = divmod(length, span_tokens)
-        span_lengths += [span_tokens] * full_spans
-        if remaining_tokens:
-            span_lengths.append(remaining_tokens)
-    return np.array(span_lengths, np.int64), int((lengths > span_tokens).sum())
+    counts = -(-lengths // span_tokens)
+    spans = np.zeros(int(counts.sum()), HELD)
+    spans["document"] = np.repeat(np.arange(len(lengths)), counts)
+    spans["tokens"] = span_tokens
+    spans["tokens"][np.cumsum(counts) - 1] = lengths - (counts - 1) * span_tokens
+    return spans
+
+
+def _cut_documents(spans: Table) -> int:
+    """Return the number of documents with several spans."""
+    return int((np.bincount(spans["document"]) > 1).sum())
+
+
+def _held(spans: Table, group_of_span: IntArray) -> Table:
+    """Return spans with their groups."""
+    held = spans.copy()
+    held["group"] = group_of_span
+    return held
 
 
 def on_ranks(documents: Documents, run: RunSpec, group: Group = ONE_RANK, cut: int = 0) -> StepTime:

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from hf_distca.checks.trace_rules import Traces
 from hf_distca.sim.drawing import LETTER, Drawing, ticks
 from hf_distca.units import counted
 
@@ -90,22 +91,14 @@ def read_traces(paths: Sequence[Path]) -> dict[str, Any]:
             ranks = sorted({event["pid"] for event in events})
             steps_of(content)  # reads all that a trace must have
         except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(
-                f"{path} is not a trace that training wrote with trace_steps: {error!r}"
-            ) from error
+            raise Traces.NOT_A_TRACE.error(path=path, why=repr(error)) from error
         for rank in ranks:
             if rank in paths_by_rank:
-                raise ValueError(
-                    f"{path} and {paths_by_rank[rank]} are both of rank {rank}; give one file per "
-                    "rank"
-                )
+                raise Traces.SAME_RANK.error(path=path, other=paths_by_rank[rank], rank=rank)
             paths_by_rank[rank] = path
         all_events += events
     if len(worlds) != 1:
-        raise ValueError(
-            f"the traces come from trainings with {sorted(worlds)} ranks, which cannot be joined; "
-            "give the files of one training"
-        )
+        raise Traces.OTHER_TRAININGS.error(ranks=sorted(worlds))
     header = {"ranks": worlds.pop(), "clock_error_us": clock_error_us}
     return {"traceEvents": all_events, "displayTimeUnit": "ms", "otherData": header}
 

@@ -22,7 +22,6 @@ from hf_distca.collator.padding_free import gives_rows, lengths_read_on_host
 from hf_distca.collator.place import DataPlace, DataProgress, capacity_and_bins
 from hf_distca.collator.streams import EpochStream, StreamPacker
 from hf_distca.dispatch.upcoming import UpcomingBatches
-from hf_distca.models.decoder import mixing_layers
 from hf_distca.models.sharing import shares_prefixes, why_training_shares_nothing
 from hf_distca.patches.targets import repeat_target_rows
 from hf_distca.plan import PLAN_KEY, MicroBatchPlan
@@ -81,8 +80,6 @@ class DistCAMixin(PlannedTraining):
         self.model_accepts_loss_kwargs = True
         self._prepare_planned()
         dispatcher = self.dispatcher
-        # Whether layers mix the rows of a document otherwise than by attention.
-        self._mixes = bool(mixing_layers(self.model))
         self._costs = LearnedCosts(dispatcher)
         self.meter.compare_with(self._costs)
         self.add_callback(self._costs)
@@ -318,10 +315,7 @@ class DistCAMixin(PlannedTraining):
         )
         if self.model.training:
             self._begin_backward()
-        if plan.ran.attentions == 0 or (self._mixes and plan.ran.mixing == 0):
-            raise Run.LOST_PLAN.error(model=type(self.model).__name__, key=PLAN_KEY)
-        if plan.target_rows is not None and not plan.ran.selected_targets:
-            raise Run.LOST_TARGETS.error(model=type(self.model).__name__)
+        self._check_plan_arrived(plan)
         if evaluates and isinstance(result[1], dict):
             logits = result[1].get("logits")
             # Where the head gave no rows, the loss was computed from all logits at once.

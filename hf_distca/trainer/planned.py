@@ -19,8 +19,10 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, EvalLoopOutput
 
 from hf_distca.checks.run_rules import Run
 from hf_distca.collator.documents import is_stream
+from hf_distca.dispatch.bound import BoundPlan
 from hf_distca.dispatch.dispatcher import Dispatcher
-from hf_distca.plan import MicroBatchPlan
+from hf_distca.models.decoder import mixing_layers
+from hf_distca.plan import PLAN_KEY, MicroBatchPlan
 from hf_distca.planner.settings import UNBALANCED
 from hf_distca.pool.launch import open_pool
 from hf_distca.profiling.costs import PROFILE_FILE
@@ -140,6 +142,8 @@ class PlannedTraining(_Trainer):
         self._remedies = Remedies(args, ping_pong=dispatcher.settings.may_ping_pong)
         warn_of_forks(args)
         self._wrapped: nn.Module | None = None  # the wrapped model of the last training step
+        # Whether layers mix the rows of a document otherwise than by attention.
+        self._mixes = bool(mixing_layers(self.model))
 
     # Training
 
@@ -234,6 +238,13 @@ class PlannedTraining(_Trainer):
                 processes=self.args.world_size,
                 strategy=self.accelerator.distributed_type,
             )
+
+    def _check_plan_arrived(self, plan: BoundPlan) -> None:
+        """Raise ValueError if a model has run without passing its plan on to all layers."""
+        if plan.ran.attentions == 0 or (self._mixes and plan.ran.mixing == 0):
+            raise Run.LOST_PLAN.error(model=type(self.model).__name__, key=PLAN_KEY)
+        if plan.target_rows is not None and not plan.ran.selected_targets:
+            raise Run.LOST_TARGETS.error(model=type(self.model).__name__)
 
     def _begin_backward(self) -> None:
         """Note that the backward of a micro-batch begins."""

@@ -235,7 +235,7 @@ def test_a_gpu_that_no_kernel_supports_and_slow_links(monkeypatch):
     assert none.name == "attention_kernel"
     assert none.found == "none"
     assert none.state == "wrong"
-    assert "got 7.5" in none.change
+    assert "of compute capability 7.5, but" in none.change
     shared, _ = device_findings(torch.device("cuda"), 3)
     assert shared.state == "wrong"
     assert shared.found.endswith(", one of 2 for 3 processes")

@@ -8,7 +8,10 @@ from types import SimpleNamespace
 import huggingface_hub
 import pytest
 from huggingface_hub.errors import RepositoryNotFoundError
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
+)
 
 from hf_distca.cli.names import AUTO_CLASSES, causal_types
 from hf_distca.pool.token import make_token, write_token
@@ -68,7 +71,7 @@ def test_a_model_in_the_cache_is_not_looked_up(run, asked, monkeypatch, tmp_path
 def test_causal_types_are_those_of_transformers():
     package = distribution("transformers")
     types = causal_types(Path(str(package.locate_file(AUTO_CLASSES))))
-    assert types == set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+    assert types == {*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES}
 
 
 @pytest.mark.parametrize("source", [None, "MODELS = {}"], ids=["no file", "another table"])

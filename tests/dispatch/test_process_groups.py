@@ -433,3 +433,33 @@ def test_an_error_that_several_ranks_have_is_reported_by_the_first():
     # What all ranks raise stays the error of each.
     waits, _ = left_behind(REFUSED)
     assert raised(waits, REFUSED) is REFUSED
+
+
+def _given_by_rank_0(fails: int) -> list[str]:
+    """What every rank gets from rank 0, whose call fails `fails` times first; and sums of ranks."""
+    groups = Groups(torch.device("cpu"), 60.0)
+    left = [fails]
+
+    def make() -> str:
+        assert groups.rank == 0
+        left[0] -= 1
+        if left[0] >= 0:
+            raise RefusedError("no rollout is left")
+        return "a rollout"
+
+    got = []
+    for _ in range(2):
+        try:
+            got.append(groups.broadcast_checked(make, contents="rollouts"))
+        except RefusedError as error:
+            got.append(str(error))
+    own = torch.tensor([1.0, groups.rank])
+    assert groups.summed(own, "sums").tolist() == [3.0, 3.0]
+    assert own.tolist() == [1.0, groups.rank]
+    groups.close()
+    return got
+
+
+def test_every_rank_gets_what_rank_0_makes_or_its_error(rank_pools):
+    expected = ["no rollout is left", "a rollout"]
+    assert rank_pools[3].run(_given_by_rank_0, 1) == [expected] * 3

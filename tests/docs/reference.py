@@ -13,7 +13,7 @@ from string import Formatter
 from typing import Any, get_args
 
 import hf_distca
-from hf_distca.checks import argument_rules, launch_rules
+from hf_distca.checks import argument_rules, integration_rules, launch_rules
 from hf_distca.checks.batch_rules import Batch
 from hf_distca.checks.data_rules import Data, Source
 from hf_distca.checks.kernel_rules import Kernels
@@ -23,6 +23,7 @@ from hf_distca.checks.refusal import Refusal
 from hf_distca.checks.run_rules import Resume, Run
 from hf_distca.checks.server_rules import ServerPool
 from hf_distca.checks.step_rules import PlannedStep
+from hf_distca.checks.trace_rules import Traces
 from hf_distca.cli.main import TOOLS
 from hf_distca.planning_settings import Planning, PlanningOrNone
 from hf_distca.server_settings import AttentionServers, Servers
@@ -104,6 +105,13 @@ REFUSALS: dict[str, tuple[Refusal, ...]] = {
         launch_rules.SHARED_GPU,
         *(rule for rule in launch_rules.TRAINER if rule not in entries(ServerPool)),
     ),
+    "axolotl and ms-swift": (
+        *integration_rules.AXOLOTL,
+        *integration_rules.SWIFT,
+        *integration_rules.SWIFT_PACKED,
+        *integration_rules.SWIFT_DOCUMENTS,
+        *entries(integration_rules.Swift),
+    ),
     "Files and names of data": entries(Source),
     "Data": (*entries(Data), *entries(Batch)),
     "Kernels": entries(Kernels),
@@ -112,6 +120,7 @@ REFUSALS: dict[str, tuple[Refusal, ...]] = {
     "Runs": entries(Run),
     "Steps": entries(PlannedStep),
     "Resuming": entries(Resume),
+    "Traces": entries(Traces),
 }
 """Sections of the page that are tables of the code."""
 

@@ -51,6 +51,9 @@ OBJECTS = {"hf_distca": hf_distca, "dispatcher": hf_distca.Dispatcher, "accelera
 OTHERS = {
     *(
         "expandable_segments",
+        "max_inflight_tasks",
+        "rollout_wait_s",
+        "row_imbalance",
         "set_device",
         "attention_server_token",
         "vision_tower",
@@ -65,13 +68,8 @@ OTHERS = {
         "padding_free",
         "attn_impl",
     ),
-    *(
-        "pre_model_load",
-        "get_training_args_mixin",
-        "get_trainer_cls",
-        "TrainerFactory",
-        "eval_loss",
-    ),
+    *("sequence_len", "truncation_strategy", "vit_gradient_checkpointing", "eval_loss"),
+    *("LigerPlugin", "CutCrossEntropyPlugin"),
     *("fsdp_state_dict_type", "zero3_save_16bit_model", "ParallelismConfig", "dp_shard_size"),
     *("output_router_logits", "router_aux_loss_coef", "packing_strategy"),
 }
@@ -508,6 +506,13 @@ def test_encoders_in_sentences_are_those_of_the_results():
     assert "{:.0%} to {:.0%} of all rows".format(*travelling).replace(
         "% to", " to"
     ) in guide.replace(" %", "%")
+    steps = result("encoder_balance")["steps"]["64"]
+    whole, packed = (
+        steps[name]["mean"] / steps["hf_distca"]["mean"]
+        for name in ("whole documents balanced", "plain packing")
+    )
+    assert f"balanced* takes {whole:.2f} times as long as the plan" in page
+    assert f"and plain packing {packed:.2f} times" in page
     share = result("encoder_balance")["documents"]["placeholders, of all tokens"]
     assert f"{share:.0%} of all tokens placeholders" in page.replace(" %", "%")
 

@@ -71,13 +71,21 @@ GRIDS = ("qwen2_5_vl", "qwen3_vl", "qwen3_5", "glm4v")
 """Families whose images have grids of patches."""
 
 
-def tiny_model(family: str, implementation: str) -> PreTrainedModel:
-    """A randomly initialised model, the same every time."""
+def tiny_model(family: str, implementation: str, layers: int = 2) -> PreTrainedModel:
+    """A randomly initialised model, the same every time.
+
+    Args:
+        layers: of the text model.
+    """
+    given = CONFIGS[family]
+    text = {**given["text_config"], "num_hidden_layers": layers}
+    if "layer_types" in text:
+        text["layer_types"] = text["layer_types"] * (layers // 2)
     tokens = {"image_token_id": IMAGE, "image_token_index": IMAGE}
     if family in GRIDS:
         tokens |= {"video_token_id": VIDEO, "vision_start_token_id": BEGIN}
         tokens |= {"vision_end_token_id": END}
-    config = AutoConfig.for_model(family, **CONFIGS[family], **tokens)
+    config = AutoConfig.for_model(family, **{**given, "text_config": text}, **tokens)
     torch.manual_seed(0)
     model = AutoModelForImageTextToText.from_config(config, attn_implementation=implementation)
     for name, parameter in model.named_parameters():

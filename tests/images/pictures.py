@@ -42,7 +42,7 @@ class PictureProcessor(Qwen3VLProcessor):
         ProcessorMixin.__init__(self, image_processor, tokenizer, chat_template=chat_template)
 
 
-def processor() -> PictureProcessor:
+def processor(image_processor: Any = Qwen2VLImageProcessorPil) -> PictureProcessor:
     """Tokens are words, 100 in all; patches are those of `families`."""
     names = [SPECIAL.get(number, f"w{number}") for number in range(100)]
     words = Tokenizer(
@@ -56,7 +56,7 @@ def processor() -> PictureProcessor:
         eos_token="[end]",
         extra_special_tokens=list(SPECIAL.values()),
     )
-    images = Qwen2VLImageProcessorPil(
+    images = image_processor(
         patch_size=SIDE,
         merge_size=2,
         temporal_patch_size=2,

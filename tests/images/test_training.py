@@ -27,10 +27,10 @@ WITHIN = 1e-5
 
 
 def stock_training(
-    family: str, examples: Examples | None = None
+    family: str, examples: Examples | None = None, layers: int = 2
 ) -> tuple[list[float], dict[str, torch.Tensor]]:
     """Losses of steps of plain gradient descent on all documents, and the weights after them."""
-    model = tiny_model(family, "sdpa")
+    model = tiny_model(family, "sdpa", layers)
     examples = examples or documents(family, COUNTS)
     targets = sum(len(example["input_ids"]) - 1 for example in examples)
     losses = []
@@ -59,16 +59,18 @@ def train(
     arguments: dict[str, Any],
     ping_pong: bool,
     given: Examples | None = None,
+    layers: int = 2,
 ) -> tuple[list[float], dict[str, torch.Tensor], list[int]]:
     """Losses and weights of a training with hf_distca, and the images that this rank encoded.
 
     Args:
         given: documents of a stored data set; None for a list of documents.
+        layers: of the text model.
     """
     encoded: list[int] = []
     with launched(strategy, {}):
         unset_hf_deepspeed_config()
-        model = tiny_model(family, "distca")
+        model = tiny_model(family, "distca", layers)
         examples = given or documents(family, COUNTS)
         tokens = sum(len(example["input_ids"]) for example in examples)
         args = hf_distca.DistCATrainingArguments(
@@ -139,6 +141,15 @@ def test_families(rank_pools, tmp_path, family, ranks, ping_pong):
     assert set(encoded) == {sum(COUNTS)}
     if ranks == 2:  # images are divided
         assert all(0 < images < sum(COUNTS) for result in results for images in result[2])
+
+
+@pytest.mark.parametrize("family", ["qwen3_vl", "qwen3_5"])
+def test_activation_checkpoints_on_the_host(rank_pools, tmp_path, family):
+    """Features enter between layers whose checkpoints are on the host."""
+    expected = stock_training(family, layers=4)
+    arguments = {CHECKPOINTING: True, "offload_activations": True}
+    for result in rank_pools[2].run(train, str(tmp_path), family, "ddp", arguments, True, None, 4):
+        assert_equal(result, expected)
 
 
 def test_equal_tokens_stand_for_other_images(rank_pools, tmp_path):

@@ -16,6 +16,7 @@ from hf_distca.memory.fitting import (
     RankNeeds,
     available_host_memory,
     chosen_layers,
+    memory_beside_engine,
 )
 from hf_distca.models.checkpointing import enable_checkpointing, layers_with_checkpoints
 from hf_distca.trainer.assembly import make_dispatcher
@@ -25,6 +26,22 @@ from tests.refused import refused
 
 CPU = torch.device("cpu")
 GB = 10**9
+
+
+@pytest.mark.parametrize(
+    ("settings", "left"),
+    [
+        ({}, 70),
+        ({"vllm_enable_sleep_mode": True}, 100),
+        ({"vllm_mode": "server"}, 100),
+        ({"use_vllm": False}, 100),
+    ],
+)
+def test_an_engine_beside_the_training_keeps_its_share(settings, left):
+    engine = {"use_vllm": True, "vllm_mode": "colocate", "vllm_enable_sleep_mode": False}
+    args = SimpleNamespace(vllm_gpu_memory_utilization=0.3, **{**engine, **settings})
+    assert memory_beside_engine(args, 100) == left
+    assert memory_beside_engine(DistCAConfig(), 100) == 100
 
 
 def needs(host: str, available: int, excess: int = 0, layer: int = GB) -> RankNeeds:

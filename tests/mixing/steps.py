@@ -1,6 +1,7 @@
 """Planned steps of tiny hybrids, and what they are compared with."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,7 +18,7 @@ from transformers import AutoModelForCausalLM
 
 from hf_distca import DistCAConfig
 from hf_distca.models.checkpointing import enable_checkpointing
-from hf_distca.plan import SEGMENT, MicroBatchPlan, NanoBatch
+from hf_distca.plan import SEGMENT, Branches, MicroBatchPlan, NanoBatch
 from hf_distca.plan.intervals import table_of
 from hf_distca.planner.balance import balance
 from hf_distca.planner.build import finished, packed_in_order
@@ -39,7 +40,10 @@ Ranks = Sequence[Sequence[tuple[int, int, int]]]
 
 
 def cut_plan(
-    lengths: Sequence[int], nano_batches: Sequence[Ranks], settings: PlanSettings
+    lengths: Sequence[int],
+    nano_batches: Sequence[Ranks],
+    settings: PlanSettings,
+    branches: Branches | None = None,
 ) -> MicroBatchPlan:
     """The plan of a micro-batch whose nano-batches lie on the ranks as given; documents are
     numbered over all.
@@ -52,6 +56,10 @@ def cut_plan(
         documents, numbers = np.unique(numbers, return_inverse=True)
         segments = table_of(SEGMENT, document=numbers, start=starts, stop=stops, rank=holders)
         layout = assemble(lengths_array[documents], segments, len(ranks))
+        if branches is not None:
+            parents = branches.parents[documents]
+            places = np.where(parents < 0, -1, np.searchsorted(documents, parents))
+            layout = replace(layout, branches=Branches(places, branches.starts[documents]))
         nanos.append(
             NanoBatch(
                 documents,

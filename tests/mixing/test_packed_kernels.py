@@ -6,6 +6,8 @@ and count calls.
 """
 
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -15,6 +17,15 @@ from transformers.models.qwen3_next import modeling_qwen3_next
 
 from tests.mixing.steps import Step, assert_equal, reference, step
 from tests.mixing.test_cut_documents import LENGTHS, PLANS
+from tests.mixing.test_prefix_trees import (
+    ALONE,
+    EXACT,
+    Errors,
+    alone,
+    in_trees,
+    plans_of,
+    rows_of_rank,
+)
 
 CALLS: list[tuple[str, int]] = []
 """Name of the kernel and number of documents, of each call."""
@@ -37,13 +48,20 @@ def chunk_gated_delta_rule(
 ):
     sizes = [q.shape[1]] if cu_seqlens is None else cu_seqlens.diff().tolist()
     CALLS.append(("delta rule", len(sizes)))
-    assert len(sizes) == 1 or (initial_state is None and not output_final_state)
-    options = {"initial_state": initial_state, "output_final_state": output_final_state}
+    states = [None] * len(sizes) if initial_state is None else initial_state.split(1)
+    options = {
+        "output_final_state": output_final_state,
+        "use_qk_l2norm_in_kernel": use_qk_l2norm_in_kernel,
+    }
     results = [
-        _rule(q_, k_, v_, g=g_, beta=b_, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, **options)
-        for q_, k_, v_, g_, b_ in zip(*(x.split(sizes, 1) for x in (q, k, v, g, beta)), strict=True)
+        _rule(q_, k_, v_, g=g_, beta=b_, initial_state=state, **options)
+        for *rows, state in zip(
+            *(x.split(sizes, 1) for x in (q, k, v, g, beta)), states, strict=True
+        )
+        for q_, k_, v_, g_, b_ in [rows]
     ]
-    return torch.cat([out for out, _ in results], 1), results[0][1]
+    finals = torch.cat([final for _, final in results]) if output_final_state else None
+    return torch.cat([out for out, _ in results], 1), finals
 
 
 def mamba_chunk_scan_combined(
@@ -95,10 +113,9 @@ MODELS = {"qwen3_next": "delta rule", "bamba": "scan"}
 SHORT = [1, 12, 7, 30, 2]
 
 
-def _step(model_type: str, cut: bool, *names: str) -> tuple[Step, list[tuple[str, int]]]:
-    """A step with the kernels of these functions installed when transformers was imported; and
-    their calls.
-    """
+@contextmanager
+def _installed(*names: str) -> Iterator[None]:
+    """Kernels of these functions as if they had been installed when transformers was imported."""
     CALLS.clear()
     changes = [(*KERNELS[name], name) for name in names]
     changes += [
@@ -111,25 +128,43 @@ def _step(model_type: str, cut: bool, *names: str) -> tuple[Step, list[tuple[str
             patch.setattr(
                 file, name, use_kernel_func_from_hub_with_fallback(kernel, __name__)(stock)
             )
+        yield
+
+
+def _step(model_type: str, cut: bool, *names: str) -> tuple[Step, list[tuple[str, int]]]:
+    """A step with the kernels of these functions, and their calls."""
+    with _installed(*names):
         if cut:
             return step(model_type, LENGTHS, PLANS[2], document_layout="fixed"), CALLS
         return step(model_type, SHORT, ping_pong=False), CALLS
+
+
+def _errors_in_trees(model_type: str) -> tuple[Errors, list[tuple[str, int]]]:
+    """Errors of a step of prefix trees with kernels of recurrences, and the calls of these."""
+    hidden, gradients = alone(model_type)
+    with _installed(*RECURRENCES):
+        found = in_trees(model_type, ALONE)
+    return Errors.of(found, (rows_of_rank(hidden, plans_of(ALONE)), gradients)), CALLS
 
 
 RECURRENCES = tuple(KERNELS)[:2]
 
 
 @pytest.mark.parametrize("model_type", MODELS)
-def test_whole_documents_take_one_call_and_each_cut_segment_one(rank_pools, model_type):
+def test_packed_segments_take_one_call(rank_pools, model_type):
     kernel = MODELS[model_type]
     ((got, calls),) = rank_pools[1].run(_step, model_type, False, *RECURRENCES)
     # One layer of each kind; the convolution runs on all documents at once.
     assert calls == [("convolution", 1), (kernel, 5)]
     assert_equal(got, reference(model_type, SHORT))
     first, second = rank_pools[2].run(_step, model_type, True, *RECURRENCES)
-    # For each nano-batch a convolution; for each cut segment a call; the whole documents of each
-    # take one.
-    assert Counter(first[1]) == {("convolution", 1): 2, (kernel, 1): 4 + 2}
+    # For each nano-batch a convolution. Its whole documents take one call, and so do the first
+    # segments of its documents, if the kernel returns the state of each. Further segments take one
+    # call each.
+    first_segments = {(kernel, 1): 3 + 1, (kernel, 2): 1}
+    if model_type == "bamba":
+        first_segments = {(kernel, 1): 3 + 3}
+    assert Counter(first[1]) == {("convolution", 1): 2, **first_segments}
     assert Counter(second[1]) == {("convolution", 1): 2, (kernel, 1): 4}
     for got, _ in (first, second):
         assert_equal(got, reference(model_type, LENGTHS))
@@ -137,6 +172,19 @@ def test_whole_documents_take_one_call_and_each_cut_segment_one(rank_pools, mode
     ((got, calls),) = rank_pools[1].run(_step, model_type, False)
     assert calls == [("convolution", 1)]
     assert_equal(got, reference(model_type, SHORT))
+
+
+@pytest.mark.parametrize("model_type", MODELS)
+def test_branches_at_the_same_depth_take_one_call(rank_pools, model_type):
+    ((errors, calls),) = rank_pools[1].run(_errors_in_trees, model_type)
+    assert max(errors.hidden, errors.gradients) < EXACT
+    kernel = MODELS[model_type]
+    of_kernel = {(kernel, 1): 10}
+    if model_type == "qwen3_next":
+        # By nano-batch: a root, a tree of one document, a branch with branches, and two pairs of
+        # leaves; a root and a pair of leaves.
+        of_kernel = {(kernel, 1): 3 + 1, (kernel, 2): 2 + 1}
+    assert Counter(calls) == {("convolution", 1): 2, **of_kernel}
 
 
 def test_a_kernel_for_the_whole_module_gets_all_documents_unless_some_are_cut(rank_pools):

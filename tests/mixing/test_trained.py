@@ -39,7 +39,7 @@ def _counted(_trainer: Any) -> tuple[int, int, int]:
         for plan in PLANS
     ]
     return (
-        sum(p.cuts_documents for p in PLANS),
+        sum(p.cuts_paths for p in PLANS),
         sum(forwards),
         sum(p.ran.layers_in_turns for p in PLANS),
     )

@@ -124,7 +124,7 @@ def test_what_would_mix_documents_is_refused_on_every_rank(rank_pools):
             )
         assert "set model.config.use_cache = False" in cached
         assert "FalconH1DecoderLayer did not pass its plan to every module that attends" in dropped
-        assert "the plan cuts documents between ranks; plan with document_layout='whole'" in cut
+        assert "the plan cuts documents between ranks or shares prefixes; plan with" in cut
 
 
 MIXING = {

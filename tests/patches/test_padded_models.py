@@ -27,6 +27,7 @@ from transformers import (
     MistralConfig,
     PreTrainedModel,
     Qwen3MoeConfig,
+    Qwen3NextConfig,
 )
 from transformers.integrations.neftune import activate_neftune
 from transformers.utils.logging import info_once
@@ -58,6 +59,7 @@ from tests.models_and_batches import small_model as small_model_of
 from tests.patches.test_rotary import LONGROPE
 from tests.ranks import RankPool
 from tests.refused import refused
+from tests.survey.tiny import tiny_config
 
 CONFIGS: dict[str, Callable[[], Any]] = {
     "llama": lambda: LlamaConfig(**SMALL),
@@ -83,6 +85,10 @@ CONFIGS: dict[str, Callable[[], Any]] = {
         resid_pdrop=0.0,
         embd_pdrop=0.0,
     ),
+}
+HYBRIDS: dict[str, Callable[[], Any]] = {
+    "gated delta rule": lambda: Qwen3NextConfig(**SMALL, **SMALL_HYBRID),
+    "short convolution and windows": lambda: tiny_config("lfm3"),
 }
 LENGTHS: dict[str, list[list[int]]] = {
     "uneven": [[3, 20, 1], [31, 5], [2]],
@@ -112,7 +118,9 @@ def padded_batch(lengths: Sequence[int], side: str, rank: int) -> dict[str, Tens
 
 def small_model(name: str, attention: str, loader: Any = AutoModelForCausalLM) -> PreTrainedModel:
     torch.manual_seed(5)
-    model: PreTrainedModel = loader.from_config(CONFIGS[name](), attn_implementation=attention)
+    model: PreTrainedModel = loader.from_config(
+        {**CONFIGS, **HYBRIDS}[name](), attn_implementation=attention
+    )
     return model
 
 
@@ -552,7 +560,7 @@ WITH_LORA = ("llama", "windows", "chunks", "sinks")
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", [*CONFIGS, *HYBRIDS])
 def test_equal_prefixes_are_computed_once(rank_pools, name, ranks, subtests):
     for block, settings, options in (
         (5, {}, {"checkpointing": True}),
@@ -688,7 +696,12 @@ DBRX = {
         ("opt", {"dropout": 0.1, "word_embed_proj_dim": 32}, "dropout=0.1 draws"),
         ("mixtral", {"router_jitter_noise": 0.01}, "router_jitter_noise=0.01 draws"),
         ("dbrx", DBRX, "moe_jitter_eps=0.01 draws"),
-        ("qwen3_next", SMALL_HYBRID, "some layers mix rows"),
+        ("qwen3_next", SMALL_HYBRID, None),
+        (
+            "jamba",
+            {"attn_layer_period": 2, "attn_layer_offset": 1},
+            "documents of JambaMambaMixer stay whole",
+        ),
         ("llama", {"rope_parameters": LONGROPE}, "rotary embeddings depend on the length"),
     ],
 )

@@ -154,7 +154,7 @@ def _step(kind: str, ping_pong: bool, checkpointing: bool | None, dtype: torch.d
     if checkpointing is not None:
         enable_checkpointing(model, {"use_reentrant": checkpointing})
     bound = dispatcher.bind(plan_micro_batch(LENGTHS, dispatcher.settings))
-    assert bound.cuts_documents or dist.get_world_size() == 1
+    assert bound.cuts_paths or dist.get_world_size() == 1
     with torch.autocast("cpu", torch.bfloat16, enabled=dtype is not None):
         return planned_step(model, bound, random_documents(LENGTHS))
 

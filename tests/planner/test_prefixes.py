@@ -14,7 +14,8 @@ from hf_distca.planner import prefixes
 from hf_distca.planner.layout import AttentionKind, fixed_layout, layout_of_kind
 from hf_distca.planner.micro_batch import plan_micro_batch
 from hf_distca.planner.prefix_trees import PrefixTrees
-from hf_distca.planner.prefixes import hashes_of, share_prefixes
+from hf_distca.planner.prefixes import SequencePaths, hashes_of, share_prefixes
+from hf_distca.planner.sequences import even_micro_batches, plan_sequences
 from hf_distca.planner.settings import PlanSettings
 from tests.planner.carried_out import check, drawn_branches, keys_of
 from tests.planner.plan_checks import check_layout, check_plan, rows_of
@@ -72,10 +73,15 @@ class TestSequencePaths:
         assert len(shared([[1, 2, 5, 6], [3, 4, 5, 6]]).trees.lengths) == 2
 
     def test_a_root_that_saves_little_is_computed_for_each_branch(self):
-        long = list(range(10, 110))
+        # The root saves its 2 rows once, of 41 rows and of 40.
+        long = list(range(10, 48))
         assert described(shared([[1, 2, *long], [1, 2, 3], [1, 2]])) == (
-            [(-1, 0, 102, 0), (-1, 0, 3, 1)],
+            [(-1, 0, 40, 0), (-1, 0, 3, 1)],
             [0, 1, 0],
+        )
+        assert described(shared([[1, 2, *long[1:]], [1, 2, 3]])) == (
+            [(-1, 0, 2, 0), (0, 2, 39, 0), (0, 2, 3, 1)],
+            [1, 2],
         )
 
     def test_a_tree_that_does_not_fit_is_divided_at_its_root(self):
@@ -128,6 +134,38 @@ def test_blocks_have_hashes_of_16_bytes_and_the_last_one_is_of_what_is_left():
     assert [len(block) for block in hashes] == [16, 16, 16]
     assert hashes_of(tokens[:200])[0] == hashes[0]
     assert hashes_of(tokens[:200])[1] != hashes[1]
+
+
+def test_branches_are_numbered_depth_first_in_the_order_of_the_sequences():
+    branches = Branches(np.array([-1, 0, 0, 1, -1]), np.array([0, 4, 4, 6, 0]))
+    trees = PrefixTrees.of(np.array([4, 6, 7, 9, 5]), branches)
+    assert trees.order.tolist() == [0, 1, 3, 2, 4]
+    assert trees.placed["start"].tolist() == [0, 4, 6, 9, 0]
+    assert trees.tree_lengths.tolist() == [12, 5]
+
+
+@pytest.mark.parametrize(
+    ("lengths", "layout", "micro_batches"),
+    [
+        ([4, 4], "auto", [[0, 1]]),  # as many rows as two ranks of four hold
+        ([4, 4, 1], "auto", [[0, 2], [1]]),
+        ([3, 3, 2], "whole", [[0, 1], [2]]),
+    ],
+)
+def test_trees_come_in_as_few_micro_batches_as_hold_them(lengths, layout, micro_batches):
+    trees = SequencePaths.unshared(np.array(lengths)).trees
+    settings = PlanSettings(2, 4, document_layout=layout)
+    assert [m.tolist() for m in even_micro_batches(trees, settings)] == micro_batches
+
+
+@pytest.mark.parametrize(("layout", "fillers"), [("auto", 0), ("whole", 2)])
+def test_ranks_without_a_row_get_a_filler(layout, fillers):
+    # Two trees: whole ones lie on two of four ranks.
+    lengths = np.array([8, 3])
+    settings = PlanSettings(4, 8, document_layout=layout)
+    (plan,) = plan_sequences(SequencePaths.unshared(lengths), lengths, settings).plans
+    assert plan.fillers == fillers
+    assert (plan.tokens > 0).all()
 
 
 @st.composite

@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from hf_distca.plan import SEGMENT, AttentionKind, Layout
+from hf_distca.plan import SEGMENT, AttentionKind, Branches, Layout
 from hf_distca.planner.layout import assemble
 from hf_distca.planner.micro_batch import plan_micro_batch
 from hf_distca.planner.settings import PlanSettings
@@ -77,6 +77,19 @@ def test_segments_and_messages():
     assert counted.bytes_moved(halo=10, state=100) == 110
 
 
+def test_segments_and_messages_of_a_prefix_tree():
+    """A prefix on rank 0 has a branch there, and two on rank 1."""
+    segments = [(0, 0, 4, 0), (1, 4, 7, 0), (2, 4, 6, 1), (3, 4, 6, 1)]
+    branches = Branches(np.array([-1, 0, 0, 0]), np.array([0, 4, 4, 4]))
+    tree = replace(layout([4, 7, 6, 6], *segments), branches=branches)
+    counted = count_cuts(tree, nodes=(0, 0))
+    assert (counted.rows.tolist(), counted.cut.tolist()) == ([7, 4], [4, 4])
+    assert counted.continued.tolist() == [0, 4]
+    assert (counted.segments.tolist(), counted.uncut_documents.tolist()) == ([2, 2], [0, 0])
+    # Two halos; the state goes to rank 1 once.
+    assert (counted.halos.tolist(), counted.states.tolist()) == ([[2, 2], [0, 0]], [[1, 1], [0, 0]])
+
+
 def test_a_cut_document_waits_for_halos_and_states():
     # 2 rows before the halos, which take 1 + 1 s; 2 · 2 + 0.5 s in the recurrence, and 2 · 3 s more
     # on rank 1, whose segment has an earlier one; states take 1 + 10 s; 2 · 4 s after.
@@ -86,9 +99,10 @@ def test_a_cut_document_waits_for_halos_and_states():
     # Between nodes: 2 + 2 s and 2 + 20 s.
     assert walk(CUT, nodes=(0, 1))[0] == [33.5 + 2 + 11] * 2
     assert walk(CUT, layers=3)[:2] == ([100.5, 100.5], [57, 39])
-    # Back and forth: two halos take 1 + 2 s, three states 1 + 30 s.
+    # Back and forth: two halos take 1 + 2 s, two states 1 + 20 s. The first state goes to rank 1
+    # once, for two segments.
     four = layout([8], (0, 0, 2, 0), (0, 4, 6, 0), (0, 2, 4, 1), (0, 6, 8, 1))
-    assert walk(four)[0] == [4 + 3 + (4 * 2 + 4 * 3 + 2 * 0.5) + 31 + 4 * 4] * 2
+    assert walk(four)[0] == [4 + 3 + (4 * 2 + 4 * 3 + 2 * 0.5) + 21 + 4 * 4] * 2
 
 
 @pytest.mark.parametrize(

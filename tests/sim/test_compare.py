@@ -261,7 +261,8 @@ def test_gpus_of_servers_and_tensor_parallelism():
 def test_memory_is_asked_for_the_plan_whose_busiest_rank_exchanges_the_most():
     requests = {}
 
-    def memory(strategy, rows, plan):
+    def memory(strategy, rows, plan, patches):
+        assert patches == 0
         requests[strategy.name] = (
             rows,
             plan and [nano.layout.lengths.tolist() for nano in plan.nano_batches],

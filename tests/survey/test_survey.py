@@ -63,14 +63,8 @@ UNTESTED = {
 """Models that cannot be made tiny, or that transformers itself cannot train on text; whatever else
 fails is to be looked at."""
 LEAST_EQUAL, LEAST_WHOLE = 185, 4
-MIXING = {
-    "gated delta rule",
-    "Mamba-2",
-    "Mamba-1",
-    "short convolution",
-    "recurrence",
-}
-"""Mechanisms of models that share no prefixes."""
+WHOLE = {"Mamba-1", "recurrence"}
+"""Mechanisms of models that share no prefixes, because their documents stay whole."""
 
 
 def sharing_on_page(name: str) -> dict[str, str]:
@@ -88,7 +82,7 @@ def test_mechanism(rank_pools, mechanism):
     assert (result.layout or result.status) == expected, result
     assert result.status == ("refused" if expected == "refused" else "equal"), result
     if result.status == "equal":
-        expected_sharing = "unshared" if mechanism in MIXING else "shared"
+        expected_sharing = "unshared" if mechanism in WHOLE else "shared"
         assert result.sharing["documents"] == expected_sharing
         assert sharing_on_page(name) == result.sharing
 

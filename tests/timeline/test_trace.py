@@ -300,7 +300,10 @@ def test_what_cannot_be_drawn(traced, tmp_path, capsys, subtests):
     (tmp_path / "broken.json").write_text(json.dumps(broken))
     for arguments, message in (
         (["--step", "9"], "the trace has no step 9; choose one of step 4, step 5"),
-        ([f"{traced}/trace_rank_0.json"], "are both of rank 0; give one file per rank"),
+        (
+            [f"{traced}/trace_rank_0.json"],
+            "are both of rank 0, but a picture has one row for each rank",
+        ),
         ([f"{traced}/nothing.json"], "No such file"),
         (["--joined", "/nonexistent/x"], "cannot write /nonexistent/x: there is no such folder"),
         (["tests"], "tests has no trace_rank_*.json"),

@@ -1,0 +1,1 @@
+"""Plugins of training programs that have their own configuration: axolotl and ms-swift."""

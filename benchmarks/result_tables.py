@@ -605,6 +605,36 @@ def targets() -> Rows:
         yield kind, *(f"{shares[name]:.2f}" for name in ("median", "most"))
 
 
+@table_of("distillation")
+def distillation() -> Rows:
+    yield "loss and models", "MiB", "loss"
+    for way, found in result("distillation")["ways"].items():
+        yield way, f"{found['MiB']:,.0f}", f"{found['loss']:.4g}"
+
+
+@table_of("left_padding")
+def left_padding() -> Rows:
+    """Rows of rollouts, by the way in which positions are counted."""
+    yield "positions count", "tokens", "rows that are computed"
+    for way, found in result("left_padding")["rows"].items():
+        yield (
+            f"from the {way}" if way == "first token" else way,
+            *(f"{found[figure]:,}" for figure in ("tokens", "rows")),
+        )
+
+
+@table_of("left_padding")
+def left_padding_errors() -> Rows:
+    """Errors of hidden states, by dtype and padding."""
+    yield (
+        *("dtype", "columns of padding"),
+        *("error, columns", "error, from the first token", "difference"),
+    )
+    for dtype, found in result("left_padding")["errors"].items():
+        for padding, errors in found.items():
+            yield dtype, padding, *(f"{error:.1e}" for error in errors.values())
+
+
 @table_of("dispatch")
 def dispatch() -> Rows:
     found = result("dispatch")["figures"]

@@ -30,6 +30,12 @@ if TYPE_CHECKING:
     from hf_distca.trainer.assembly import pack_padded as pack_padded
     from hf_distca.trainer.async_grpo import DistCAAsyncGRPOConfig as DistCAAsyncGRPOConfig
     from hf_distca.trainer.async_grpo import DistCAAsyncGRPOTrainer as DistCAAsyncGRPOTrainer
+    from hf_distca.trainer.distillation import DistCADistillationConfig as DistCADistillationConfig
+    from hf_distca.trainer.distillation import (
+        DistCADistillationTrainer as DistCADistillationTrainer,
+    )
+    from hf_distca.trainer.gkd import DistCAGKDConfig as DistCAGKDConfig
+    from hf_distca.trainer.gkd import DistCAGKDTrainer as DistCAGKDTrainer
     from hf_distca.trainer.mixin import DistCAMixin as DistCAMixin
     from hf_distca.trainer.padded import DistCAPaddedMixin as DistCAPaddedMixin
     from hf_distca.trainer.preference import DistCADPOConfig as DistCADPOConfig
@@ -61,6 +67,10 @@ _MODULES = {
         for name in ("DPO", "GRPO", "KTO", "RLOO", "Reward")
         for kind in ("Config", "Trainer")
     },
+    "DistCADistillationConfig": "trainer.distillation",
+    "DistCADistillationTrainer": "trainer.distillation",
+    "DistCAGKDConfig": "trainer.gkd",
+    "DistCAGKDTrainer": "trainer.gkd",
     "DistCAMixin": "trainer.mixin",
     "DistCAPaddedArguments": "trainer.arguments",
     "DistCAPaddedMixin": "trainer.padded",

@@ -73,6 +73,13 @@ class Models:
         lambda facts: facts.layer_dropout is not None,
         condition="attention dropout in a layer",
     )
+    LAYERDROP = Rule(
+        "{0.layerdrop.name} is {0.layerdrop.value}",
+        "ranks would skip different layers, but they exchange core attention within one layer",
+        "load the model with {0.layerdrop.name}=0.0",
+        lambda facts: facts.layerdrop is not None,
+        condition="layers that are skipped at random (`layerdrop` of OPT and BioGPT)",
+    )
     NO_POSITIONS = _stock(
         "no `position_ids` (decoders of BART, Marian, Pegasus)",
         "{0.model} takes no position_ids",
@@ -148,6 +155,14 @@ class Models:
             "classifiers and other models without a language model's loss "
             "(`LlamaForSequenceClassification`)"
         ),
+    )
+    READS_PADDING = Rule(
+        "{0.model} computes transformers' loss {0.loss}",
+        "it compares all columns of a padded batch, and hidden states of padding are 0 where "
+        "padding is not computed",
+        "train it with transformers' Trainer and attn_implementation='sdpa'",
+        lambda facts: facts.loss == "ForQuestionAnswering",
+        condition="heads that choose a column of a padded batch (`LlamaForQuestionAnswering`)",
     )
     OWN_LOSS = _stock(
         "a loss without transformers' loss function (`GPT2ForTokenClassification`)",
@@ -235,6 +250,11 @@ ADAPTERS: tuple[Rule, ...] = (
         lambda adapter: adapter.is_alora,
     ),
     _adapter(
+        "`module_dropout` above 0 (LoHa, LoKr, OFT, DeLoRA)",
+        f"it leaves the adapter out of whole calls at random, and {MANY_DOCUMENTS}",
+        lambda adapter: adapter.module_dropout > 0,
+    ),
+    _adapter(
         "AdaLoRA",
         "it adds a penalty to the loss of every micro-batch on every rank, which would count many "
         "times",
@@ -274,6 +294,7 @@ STRUCTURE: tuple[Rule, ...] = (
 SETTINGS: tuple[Rule, ...] = (
     Models.DROPOUT_IN_CONFIG,
     Models.DROPOUT_IN_LAYER,
+    Models.LAYERDROP,
     Models.MEAN_OF_ROWS,
     Models.NO_LAYERS,
 )

@@ -37,6 +37,8 @@ IN_CONFIG = re.compile(r"(?!encoder_)(.*_)?(attn|attention)_.*drop.*")
 decoder_attention_dropout_rate, ..."""
 IN_MODULE = re.compile(r"(attn|attention)_.*drop.*|dropout(_p|_prob)?")
 """Attributes of an attention layer; there plain "dropout" also means dropout of the weights."""
+LAYERDROP = ("layerdrop", "decoder_layerdrop")
+"""Config fields of the share of a decoder's layers that are skipped at random."""
 STOCK_ATTENTION = {
     "sdpa": "_supports_sdpa",
     "flash_attention_2": "_supports_flash_attn",
@@ -113,6 +115,7 @@ class AdapterFacts(NamedTuple):
     kind: str
     is_prompt_learning: bool
     is_alora: bool
+    module_dropout: float
 
 
 def adapters_of(model: nn.Module) -> list[AdapterFacts]:
@@ -121,7 +124,10 @@ def adapters_of(model: nn.Module) -> list[AdapterFacts]:
     for name, adapter in getattr(model, "peft_config", {}).items():
         kind = getattr(adapter.peft_type, "value", adapter.peft_type)
         is_alora = bool(getattr(adapter, "alora_invocation_tokens", None))
-        adapters.append(AdapterFacts(name, kind, adapter.is_prompt_learning, is_alora))
+        module_dropout = float(getattr(adapter, "module_dropout", 0.0))
+        adapters.append(
+            AdapterFacts(name, kind, adapter.is_prompt_learning, is_alora, module_dropout)
+        )
     return adapters
 
 
@@ -191,6 +197,14 @@ class ModelFacts:
             for name, value in (*vars(attention).items(), *attention.named_children()):
                 if IN_MODULE.fullmatch(name) and _probability(value) > 0:
                     return Dropout(name, _probability(value), layer)
+        return None
+
+    @property
+    def layerdrop(self) -> Dropout | None:
+        """Share of the decoder's layers that are skipped at random in training."""
+        for name, value in self.config.to_dict().items():
+            if name in LAYERDROP and _probability(value) > 0:
+                return Dropout(name, value)
         return None
 
     @property

@@ -99,8 +99,15 @@ def _drawn_for_each_row(model: nn.Module) -> str | None:
     for name, module in model.named_modules():
         if isinstance(module, nn.Dropout) and module.p > 0:
             return f"the dropout {name}"
-    settings = base_model(model).config.get_text_config().to_dict()
+    return _drawn_by_config(base_model(model).config.get_text_config().to_dict())
+
+
+def _drawn_by_config(settings: dict[str, Any]) -> str | None:
     for name, value in settings.items():
+        if isinstance(value, dict):  # such as DBRX's settings of experts
+            found = _drawn_by_config(value)
+            if found is not None:
+                return found
         is_positive = isinstance(value, float) and value > 0
         if is_positive and DRAWN.search(name) and not OF_OTHER_HEADS.search(name):
             return f"{name}={value}"

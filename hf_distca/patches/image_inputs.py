@@ -20,15 +20,20 @@ from hf_distca.planner.images import IMAGE, PLACEHOLDERS
 
 
 def read_padded_images(
-    arguments: Mapping[str, Any], model: ImageModel, mask_BL: Tensor, rank: int
+    arguments: Mapping[str, Any],
+    model: ImageModel,
+    mask_BL: Tensor,
+    numbers_BL: Tensor,
+    rank: int,
 ) -> tuple[PaddedImages, Tensor | None]:
     """Read the images of a padded batch; this waits for the device.
 
     Args:
         arguments: arguments of the model, by name.
+        numbers_BL: positions of tokens in sequences without images.
 
     Returns:
-        The images; and [axes, B, L] positions of tokens, or None where columns are counted.
+        The images; and [axes, B, L] positions of tokens, or None where `numbers_BL` are theirs.
 
     Raises:
         ValueError: The placeholders among the tokens do not fit the images.
@@ -39,10 +44,9 @@ def read_padded_images(
         for name in sorted(model.fields)
         if (values := arguments.get(name)) is not None
     }
-    columns_L = torch.arange(mask_BL.shape[1], device=mask_BL.device)
     text_positions = model.positions(np.zeros(1, np.int64), {})
     axes = len(text_positions) if text_positions.ndim == 2 else 0
-    positions_ABL = columns_L.expand(axes, *mask_BL.shape) if axes else None
+    positions_ABL = numbers_BL.expand(axes, *mask_BL.shape) if axes else None
     if not fields:
         none = np.zeros(0, IMAGE), np.zeros(0, PLACEHOLDERS)
         return PaddedImages(model, rank, {}, *none), positions_ABL

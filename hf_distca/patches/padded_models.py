@@ -17,10 +17,15 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from transformers.utils.generic import ModelOutput
 
 from hf_distca.checks.batch_rules import Batch
-from hf_distca.checks.refusal import given_as
+from hf_distca.checks.model_rules import Models
+from hf_distca.checks.refusal import check, given_as
 from hf_distca.collator.documents import TOKEN_TYPES
 from hf_distca.dispatch.padded_rows import PackedBatch, PaddedBatch, PaddedBatches
+from hf_distca.models import positions
 from hf_distca.models.decoder import backbone, base_model, stock_forward
+from hf_distca.models.model_facts import GivenModel
+from hf_distca.models.sharing import log_no_sharing
+from hf_distca.patches import noise
 from hf_distca.patches.image_inputs import read_padded_images
 from hf_distca.patches.modules import subclass, uncompiled
 from hf_distca.patches.offload import wrap_checkpoints
@@ -39,7 +44,11 @@ def pack_backbone(model: nn.Module, batches: PaddedBatches) -> None:
 
     The model is prepared by `prepare_model`, or is never trained. It may be wrapped by FSDP2 or
     DeepSpeed already.
+
+    Raises:
+        ValueError: The model's head reads padding.
     """
+    check((Models.READS_PADDING,), GivenModel(model))
     base: Any = base_model(model)
     packed: Any = backbone(base)
     if not isinstance(packed, PackedBackbone):
@@ -48,6 +57,7 @@ def pack_backbone(model: nn.Module, batches: PaddedBatches) -> None:
             base.__class__ = subclass(type(base), _Generating)
         if packed is not base:
             base.__class__ = subclass(type(base), _AroundBackbone)
+        packed.counts_from_first_token = positions.are_relative(model)
     packed.batches = batches
 
 
@@ -109,6 +119,7 @@ class PackedBackbone(nn.Module):
     """Forward of a backbone that packs padded batches; a base class before the backbone's own."""
 
     batches: PaddedBatches
+    counts_from_first_token: bool  # whether a sequence's positions begin at its first token
     packs = True  # whether padded batches are packed
     ran = False  # whether it has run since its model's forward began
 
@@ -140,20 +151,35 @@ class PackedBackbone(nn.Module):
         results = []
         for inputs, plan in packed.micro_batches:
             wrap_checkpoints(self, plan)
-            results.append(forward(**inputs, **other_arguments, **{PLAN_KEY: plan}))
+            with noise.noise_of_rows(self, inputs) as of_model:
+                results.append(forward(**of_model, **other_arguments, **{PLAN_KEY: plan}))
         return _padded_result(results, packed)
 
     def padded_batch(self, arguments: dict[str, Any]) -> PaddedBatch:
         """Return the padded batch among the arguments, with its images if the model takes any."""
+        batch = self._batch_of(arguments)
+        if not noise.is_drawn(self):
+            return batch
+        rank = self.batches.dispatcher.groups.rank
+        log_no_sharing(noise.REASON, rank)
+        columns = noise.columns_of_noise(batch.mask, rank)
+        return PaddedBatch(batch.columns | columns, batch.mask, batch.images)
+
+    def _batch_of(self, arguments: dict[str, Any]) -> PaddedBatch:
         model = self.batches.image_model
+        from_first_token = self.counts_from_first_token
         if model is None:
-            return _padded_batch(arguments)
+            return _padded_batch(arguments, from_first_token=from_first_token)
         # Types of tokens follow from the tokens.
         others = {*model.fields, TOKEN_TYPES}
-        batch = _padded_batch({k: v for k, v in arguments.items() if k not in others})
+        batch = _padded_batch(
+            {k: v for k, v in arguments.items() if k not in others},
+            from_first_token=from_first_token,
+        )
         rank = self.batches.dispatcher.groups.rank
-        images, positions_ABL = read_padded_images(arguments, model, batch.mask, rank)
         columns = dict(batch.columns)
+        numbers_BL = columns["position_ids"]
+        images, positions_ABL = read_padded_images(arguments, model, batch.mask, numbers_BL, rank)
         if positions_ABL is not None and arguments.get("position_ids") is None:
             columns["position_ids"] = positions_ABL
         return PaddedBatch(columns, batch.mask, images)
@@ -174,8 +200,14 @@ def _is_of_tokens(value: Any) -> bool:
     return isinstance(value, Tensor) and value.ndim > 0
 
 
-def _padded_batch(arguments: dict[str, Any]) -> PaddedBatch:
-    """Return the padded batch among the arguments of a backbone."""
+def _padded_batch(arguments: dict[str, Any], *, from_first_token: bool) -> PaddedBatch:
+    """Return the padded batch among the arguments of a backbone.
+
+    Args:
+        from_first_token: whether positions that are not given begin at the first token of each
+            sequence, so that sequences with unequal padding share prefixes. Otherwise they are the
+            numbers of columns, which models count themselves.
+    """
     input_ids_BL = arguments.get("input_ids")
     if not isinstance(input_ids_BL, Tensor) or input_ids_BL.ndim != 2:
         raise Batch.NO_TOKEN_IDS.error()
@@ -187,8 +219,10 @@ def _padded_batch(arguments: dict[str, Any]) -> PaddedBatch:
         is_tensor = isinstance(mask_BL, Tensor)
         found = f"of the shape {tuple(mask_BL.shape)}" if is_tensor else given_as(mask_BL)
         raise Batch.OTHER_MASK.error(found=found, shape=tuple(shape))
-    # Without position_ids models number the columns, padding included.
-    numbers_BL = torch.arange(shape[1], device=input_ids_BL.device).expand(shape)
+    if from_first_token:
+        numbers_BL = (mask_BL != 0).long().cumsum(1) - 1
+    else:
+        numbers_BL = torch.arange(shape[1], device=input_ids_BL.device).expand(shape)
     columns = {"input_ids": input_ids_BL.long(), "position_ids": numbers_BL}
     for name, value in arguments.items():
         if name in ("input_ids", "attention_mask", *NOT_PER_TOKEN) or not _is_of_tokens(value):

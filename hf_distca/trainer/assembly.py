@@ -201,12 +201,17 @@ def pack_padded(
     else:
         with dispatcher.groups.raised_together():
             prepare_model(model, dispatcher.run)
+    _pack(model, config, dispatcher)
+    return dispatcher
+
+
+def _pack(model: PreTrainedModel, config: DistCAConfig, dispatcher: Dispatcher) -> None:
+    """Let a model compute padded batches by the plans of a dispatcher."""
     shares = shares_prefixes(
         config.share_prefixes, why_sequences_share_nothing(model), dispatcher.groups.rank
     )
     batches = PaddedBatches(dispatcher, share_prefixes=shares, image_model=image_model(model))
     pack_backbone(model, batches)
-    return dispatcher
 
 
 def _check_same_settings(config: DistCAConfig) -> None:
@@ -250,6 +255,34 @@ def gathers_whole_layers(model: PreTrainedModel, run: RunSpec, accelerator: Acce
     """
     divided = run.plans.may_ping_pong or run.mlp_chunk_rows or mixing_layers(model)
     return bool(divided) and parallel.gathers_parameters(accelerator)
+
+
+def pack_teacher(teacher: PreTrainedModel, config: DistCAConfig, trainer: Trainer) -> Dispatcher:
+    """Let the teacher of a trainer compute padded batches, and return its dispatcher.
+
+    A collective of the world. FSDP2 or DeepSpeed may have wrapped the teacher already.
+
+    Args:
+        config: settings of the teacher, which is never trained.
+    """
+    args: Any = trainer.args
+    accelerator = trainer.accelerator
+    dtype = parallel.dtype_of_computation(teacher, args, accelerator)
+    facts = parallel.facts_of_launch(teacher, args, accelerator, dtype)
+    # ZeRO-3 gathers the weights of one module at a time.
+    gathers = parallel.gathers_parameters(accelerator)
+    dispatcher = _dispatcher(
+        teacher,
+        config,
+        args.device,
+        dtype,
+        parallel.data_parallel_mesh(accelerator),
+        None,
+        None,
+        {**facts, "checkpointing": None, "planning": {"ping_pong": False} if gathers else None},
+    )
+    _pack(teacher, config, dispatcher)
+    return dispatcher
 
 
 def prepare_trainer(trainer: Trainer, *, packs: bool) -> Dispatcher:

@@ -111,8 +111,12 @@ class RolloutMixin(TRLMixin):
                 for name, part in (("input_ids", "ids"), ("attention_mask", "mask"))
             }
             batches.append(batch)
-        plan_ahead(self.model, batches)
+        self._plan_ahead(batches)
         return micro_batches[0]  # TRL generates only before the first of them
+
+    def _plan_ahead(self, batches: list[dict[str, Tensor]]) -> None:
+        """Begin to plan batches that the models are given later. A collective call."""
+        plan_ahead(self.model, batches)
 
     def _divided_by_prompts(self, micro_batches: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Return the micro-batches with completions of a prompt together, if the loss allows it."""
@@ -263,6 +267,6 @@ def why_shuffled(trainer: Any) -> str | None:
         return "top_entropy_quantile chooses among the tokens of a micro-batch"
     if getattr(trainer, "_entropy_bonus_enabled", False):
         return "the entropy bonus is a mean over the tokens of a micro-batch"
-    if trainer.aux_loss_enabled:
+    if getattr(trainer, "aux_loss_enabled", False):  # distillation has none
         return "the router's auxiliary loss is computed from the tokens of a micro-batch"
     return None

@@ -381,6 +381,7 @@ def test_all_tables_have_the_figures_of_the_results():
     shown = [mark.group(1, 2) for text in texts.values() for mark in tables.MARK.finditer(text)]
     assert {name for name, _ in shown} == set(tables.TABLES)
     by = {"planner_nodes": "planner", "peers_ulysses": "peers"}
+    by |= {"left_padding_errors": "left_padding"}
     by |= dict.fromkeys(
         ("chosen_data_sets", "expectations", "expected_gains", "plain_packing"), "one_strategy"
     )

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
+    AutoModelForQuestionAnswering,
     AutoModelForSequenceClassification,
     GPT2Config,
     GptOssConfig,
@@ -28,9 +29,11 @@ from transformers import (
     Qwen3MoeConfig,
     Qwen3NextConfig,
 )
+from transformers.integrations.neftune import activate_neftune
 from transformers.utils.logging import info_once
 
 from hf_distca import DistCAConfig, pack_padded
+from hf_distca.checks.model_rules import Models
 from hf_distca.checks.refusal import RefusedError
 from hf_distca.dispatch import padded_rows
 from hf_distca.dispatch.padded_rows import (
@@ -55,6 +58,7 @@ from tests.models_and_batches import (
 from tests.models_and_batches import small_model as small_model_of
 from tests.patches.test_rotary import LONGROPE
 from tests.ranks import RankPool
+from tests.refused import refused
 from tests.survey.tiny import tiny_config
 
 CONFIGS: dict[str, Callable[[], Any]] = {
@@ -479,7 +483,7 @@ are equal, and one is a prefix of another."""
 TREE_TOKENS = [sum(sum(PARTS[:parts]) + own for parts, own in trees) for trees in TREES]
 
 
-def batch_with_prefixes(rank: int) -> dict[str, Tensor]:
+def batch_with_prefixes(rank: int, side: str = "right") -> dict[str, Tensor]:
     """Sequences with equal prefixes, on this rank and on others, over up to five levels."""
     generator = torch.Generator().manual_seed(3)
     text = torch.randint(3, 64, (sum(PARTS),), generator=generator)
@@ -489,10 +493,11 @@ def batch_with_prefixes(rank: int) -> dict[str, Tensor]:
         prefix = text[: sum(PARTS[:parts])]
         draw = torch.Generator().manual_seed(own)
         tokens = torch.cat([prefix, torch.randint(3, 64, (own,), generator=draw)])
-        input_ids_BL[sequence, : len(tokens)] = tokens
-        mask_BL[sequence, : len(tokens)] = 1
+        first = 44 - len(tokens) if side == "left" else 0
+        input_ids_BL[sequence, first : first + len(tokens)] = tokens
+        mask_BL[sequence, first : first + len(tokens)] = 1
     labels_BL = torch.where(mask_BL == 1, input_ids_BL, -100)
-    labels_BL[:, 0] = -100
+    labels_BL[mask_BL.cumsum(1) == 1] = -100
     return {"input_ids": input_ids_BL, "attention_mask": mask_BL, "labels": labels_BL}
 
 
@@ -503,13 +508,14 @@ def compare_shared_with_stock(
     *,
     lora: bool = False,
     checkpointing: bool = False,
+    side: str = "right",
 ) -> tuple[int, int, int]:
     """Compare with stock attention.
 
     Returns:
         Rows that were not computed, rows that were, and the number of stages.
     """
-    batch = batch_with_prefixes(dist.get_rank())
+    batch = batch_with_prefixes(dist.get_rank(), side)
     model, stock = small_model(name, "distca"), small_model(name, "eager")
     config = DistCAConfig(
         tokens_per_rank=64,
@@ -575,6 +581,78 @@ def test_equal_prefixes_are_computed_once(rank_pools, name, ranks, subtests):
             assert (stages > 1) is ("exchange_buffer_bytes" in settings)
 
 
+def share_with_left_padding() -> dict[str, tuple[int, int]]:
+    """By model, the rows that are not computed with unequal padding before and after sequences."""
+    return {
+        name: tuple(
+            compare_shared_with_stock(name, 4, {}, side=side)[0] for side in ("left", "right")
+        )
+        for name in ("llama", "windows", "learned positions")
+    }
+
+
+def test_sequences_with_unequal_left_padding_share_prefixes(rank_pools):
+    (shared, _) = rank_pools[2].run(share_with_left_padding)
+    left, right = shared.pop("learned positions")
+    assert left < right  # most first tokens are in different columns
+    for left, right in shared.values():
+        assert left == right > 0
+
+
+def noise_of(model: PreTrainedModel, batch: dict[str, Tensor]) -> Tensor:
+    """NEFTune's noise on the embeddings of all tokens, [tokens, H]."""
+    is_token_BL = batch["attention_mask"].bool()
+    embeddings: Any = model.get_input_embeddings()
+    outputs = model(**batch, output_hidden_states=True)
+    return (outputs.hidden_states[0] - embeddings.weight[batch["input_ids"]]).detach()[is_token_BL]
+
+
+def compare_noise() -> tuple[float, float, float]:
+    """NEFTune's noise in one padded batch beside stock: the largest value, and the mean absolute
+    value, each over that of stock. Then the largest value in a batch of other ranks' columns.
+    """
+    lengths = [[60] * 8, [20, 100]][dist.get_rank()]
+    batch = padded_batch(lengths, "left", 0)
+    batch["input_ids"].fill_(7)  # equal prefixes, which are shared without noise
+    model, stock = small_model("llama", "distca"), small_model("llama", "eager")
+    dispatcher = pack_padded(model, DistCAConfig(tokens_per_rank=512), torch.device("cpu"))
+    handles = [activate_neftune(of_strategy, 5.0) for of_strategy in (model, stock)]
+    try:
+        torch.manual_seed(dist.get_rank())
+        with patch.object(prefixes, "BLOCK", 4):
+            noise, expected = noise_of(model.train(), batch), noise_of(stock.train(), batch)
+            plan = next(iter(backbone(model).batches._plans.values())).result()
+        assert plan.sequences.shared_rows == 0
+        assert not noise_of(model.eval(), batch).any()
+        handles[0].remove()
+        assert not noise_of(model.train(), batch).any()
+        return (
+            float(noise.abs().max() / expected.abs().max()),
+            float(noise.abs().mean() / expected.abs().mean()),
+            float(expected.abs().max()),
+        )
+    finally:
+        dispatcher.close()
+
+
+def test_noise_is_as_large_as_in_the_padded_batch_of_each_sequence(rank_pools):
+    by_rank = rank_pools[2].run(compare_noise)
+    for largest, mean, _ in by_rank:
+        assert largest == pytest.approx(1, rel=0.01)
+        assert mean == pytest.approx(1, rel=0.05)
+    assert by_rank[0][2] > 1.2 * by_rank[1][2]  # 63 columns, and 103
+
+
+def refused_head() -> None:
+    model = small_model("llama", "distca", AutoModelForQuestionAnswering)
+    with refused(Models.READS_PADDING, model=type(model).__name__, loss="ForQuestionAnswering"):
+        pack_padded(model, DistCAConfig(tokens_per_rank=64), torch.device("cpu"))
+
+
+def test_heads_that_read_padding_are_refused(rank_pools):
+    rank_pools[1].run(refused_head)
+
+
 def message_of_opt(calls_backbone: bool) -> str | None:
     """The error of a model whose head calls the decoder in its backbone, and not the backbone."""
     model = small_model_of("opt", "distca", word_embed_proj_dim=32)
@@ -603,6 +681,12 @@ def test_prefixes_are_not_shared_if_not_wanted(rank_pools):
     assert rank_pools[1].run(compare_shared_with_stock, "llama", 4, settings) == [(0, 69, 1)]
 
 
+DBRX = {
+    "attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8.0},
+    "ffn_config": {"ffn_hidden_size": 24, "moe_num_experts": 4, "moe_jitter_eps": 0.01},
+}
+
+
 @pytest.mark.parametrize(
     ("model_type", "config", "reason"),
     [
@@ -611,6 +695,7 @@ def test_prefixes_are_not_shared_if_not_wanted(rank_pools):
         ("gpt2", {"resid_pdrop": 0.2}, "the dropout transformer.drop draws"),
         ("opt", {"dropout": 0.1, "word_embed_proj_dim": 32}, "dropout=0.1 draws"),
         ("mixtral", {"router_jitter_noise": 0.01}, "router_jitter_noise=0.01 draws"),
+        ("dbrx", DBRX, "moe_jitter_eps=0.01 draws"),
         ("qwen3_next", SMALL_HYBRID, None),
         (
             "jamba",

@@ -6,6 +6,7 @@ import re
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from importlib import import_module
 from typing import Any
 from unittest.mock import patch
 
@@ -13,14 +14,13 @@ import datasets
 import numpy as np
 import torch
 import torch.distributed as dist
-import trl
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 import hf_distca
 from hf_distca.planner import prefixes
 from tests.models_and_batches import exchanging, small_model, with_planning
-from tests.trainer.chats import WORDS, tokenizer
+from tests.trainer.chats import WORDS, chats, tokenizer
 from tests.trainer.comparison import QUIET, launched, whole
 
 COMMON: dict[str, Any] = {
@@ -85,13 +85,16 @@ class Kind:
     arguments: Mapping[str, Any] = field(default_factory=dict)
     given: Mapping[str, Any] = field(default_factory=dict)
     loader: Any = AutoModelForCausalLM
+    has_teacher: bool = False
+    package: str = "trl"
 
     def classes(self, *, planned: bool) -> tuple[Any, Any]:
         if planned:
             return getattr(hf_distca, f"DistCA{self.name}Trainer"), getattr(
                 hf_distca, f"DistCA{self.name}Config"
             )
-        return getattr(trl, f"{self.name}Trainer"), getattr(trl, f"{self.name}Config")
+        package = import_module(self.package)
+        return getattr(package, f"{self.name}Trainer"), getattr(package, f"{self.name}Config")
 
 
 ROLLOUTS = {"num_generations": 2, "max_completion_length": 24, "beta": 0.1}
@@ -102,6 +105,24 @@ KINDS = {
     "kto": Kind("KTO", judged),
     "reward": Kind("Reward", preferences, loader=AutoModelForSequenceClassification),
 }
+
+
+TEACHING = {
+    "distillation": Kind("Distillation", asked, {"max_completion_length": 24}, has_teacher=True),
+    "gkd": Kind(
+        *("GKD", chats, {"max_new_tokens": 12}),
+        has_teacher=True,
+        package="trl.experimental.gkd",
+    ),
+}
+TEACHER = {
+    "hidden_size": 48,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 3,
+    "head_dim": 8,
+    "num_hidden_layers": 3,
+}
+"""What the teacher has besides, so that its core attention is another kind than the student's."""
 
 
 @dataclass(frozen=True)
@@ -120,13 +141,17 @@ class Case:
     )
 
 
+def kind_of(case: Case) -> Kind:
+    return {**KINDS, **TEACHING}[case.kind]
+
+
 def saved_model(folder: str, case: Case) -> str:
     """The folder of a small model that every rank can load; rank 0 saves it."""
     path = f"{folder}/model"
     if dist.get_rank() == 0:
         small_model(**case.model).save_pretrained(path)
         tokenizer().save_pretrained(path)
-        KINDS[case.kind].data().save_to_disk(f"{path}/data")
+        kind_of(case).data().save_to_disk(f"{path}/data")
     dist.barrier()
     return path
 
@@ -134,7 +159,7 @@ def saved_model(folder: str, case: Case) -> str:
 def train(folder: str, case: Case, planned: bool, exact: bool = False) -> dict[str, Any]:
     """Logs and changed weights of a training; with `exact` in float32."""
     unset_hf_deepspeed_config()
-    kind = KINDS[case.kind]
+    kind = kind_of(case)
     trainer_class = kind.classes(planned=planned)[0]
     config_class = kind.classes(planned=True)[1]
     path = saved_model(folder, case)
@@ -170,6 +195,8 @@ def train(folder: str, case: Case, planned: bool, exact: bool = False) -> dict[s
             **kind.given,
             **case.given(),
         }
+        if kind.has_teacher:
+            given["teacher_model"] = small_model(implementation="sdpa", **TEACHER)
         if case.evaluates:
             given["eval_dataset"] = data.select(range(10))
         trainer = trainer_class(model, args=config_class(**arguments), **given)
@@ -238,9 +265,11 @@ def compare(
         assert difference <= allowed, (name, difference, float(expected_value.norm()))
 
 
-def compare_with_stock(folder: str, case: Case, within: float) -> list[dict[str, Any]]:
+def compare_with_stock(
+    folder: str, case: Case, within: float, besides: str = ""
+) -> list[dict[str, Any]]:
     """Figures of all logs of a training that was compared with TRL's own trainer on all ranks."""
     expected = train(folder, case, planned=False)
     trained = train(folder, case, planned=True)
-    compare(trained, expected, within)
+    compare(trained, expected, within, besides)
     return list(trained["figures"])

@@ -3,6 +3,7 @@ and rollouts.
 """
 
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -406,6 +407,31 @@ def compare_own_loss(folder: str) -> None:
 
 def test_own_losses_metrics_and_predictions_of_transformers_trainer(rank_pools, tmp_path):
     rank_pools[2].run(compare_own_loss, str(tmp_path))
+
+
+# Figures over padding
+
+OVER_PADDING = {
+    "ORPOTrainer": ("orpo/orpo_trainer.py", "logits/chosen", "logits/rejected"),
+    "CPOTrainer": ("cpo/cpo_trainer.py", "logits/chosen", "logits/rejected"),
+    "OnlineDPOTrainer": (
+        "online_dpo/online_dpo_trainer.py",
+        *("objective/kl", "objective/entropy"),
+        *("objective/non_score_reward", "objective/rlhf_reward"),
+    ),
+}
+"""Figures of TRL's experimental trainers that count padding, with the file of the trainer."""
+
+
+def test_figures_over_padding_are_on_the_page():
+    (trl_folder,) = find_spec("trl").submodule_search_locations
+    page = (Path(__file__).parents[2] / "docs/guides/preferences.md").read_text()
+    for trainer, (file, *figures) in OVER_PADDING.items():
+        code = (Path(trl_folder) / "experimental" / file).read_text()
+        assert f"class {trainer}" in code
+        for figure in figures:
+            assert f'{figure}"' in code
+            assert f"`{figure}`" in page
 
 
 # What is refused, and what is left as it was

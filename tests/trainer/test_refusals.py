@@ -347,9 +347,10 @@ BERT = {"attention_probs_dropout_prob": 0.0, "is_decoder": True}
 WRONG: list[tuple[Any, dict[str, Any], Callable[[], Any]]] = [
     (ADAPTERS[0], {}, lambda: adapted("PromptTuningConfig", num_virtual_tokens=4)),
     (ADAPTERS[1], {}, lambda: adapted("LoraConfig", **Q, alora_invocation_tokens=[5])),
-    (ADAPTERS[2], {}, lambda: adapted("AdaLoraConfig", total_step=10, target_modules=["q_proj"])),
-    (ADAPTERS[3], {}, lambda: adapted("ShadowConfig", shadow_num_hidden_layers=1)),
-    (ADAPTERS[4], {}, lambda: adapted("LilyConfig", **Q)),
+    (ADAPTERS[2], {}, lambda: adapted("LoHaConfig", **Q, module_dropout=0.1)),
+    (ADAPTERS[3], {}, lambda: adapted("AdaLoraConfig", total_step=10, target_modules=["q_proj"])),
+    (ADAPTERS[4], {}, lambda: adapted("ShadowConfig", shadow_num_hidden_layers=1)),
+    (ADAPTERS[5], {}, lambda: adapted("LilyConfig", **Q)),
     (
         Models.DROPOUT_IN_CONFIG,
         {"name": "attention_dropout"},
@@ -360,6 +361,10 @@ WRONG: list[tuple[Any, dict[str, Any], Callable[[], Any]]] = [
     (
         *(Models.DROPOUT_IN_LAYER, {"name": "dropout", "value": 0.2}),
         lambda: with_dropout("dropout", torch.nn.Dropout(0.2), "bert", **BERT),
+    ),
+    (
+        *(Models.LAYERDROP, {"name": "layerdrop", "value": 0.1}),
+        lambda: small_model("opt", layerdrop=0.1, attention_dropout=0.0, word_embed_proj_dim=32),
     ),
     (Models.OWN_MASK, {"model": "DogeForCausalLM"}, lambda: small_model("doge")),
     (Models.DROPS_KEYWORDS, {"drops_keywords": "StableLmDecoderLayer"}, lambda: tiny("stablelm")),

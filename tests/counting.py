@@ -340,7 +340,9 @@ def bound_plan(
     **options: Any,
 ) -> BoundPlan:
     """The plan bound to one of the ranks of a fake group."""
-    exchange = Exchange(SimpleNamespace(exchange=group, node=group, closed=False, waits=Waits()))
+    pods = {len(plan.ranks): group}
+    groups = SimpleNamespace(exchange=group, pods=pods, node=group, closed=False, waits=Waits())
+    exchange = Exchange(groups)
     return BoundPlan(
         plan, rank, Runtime(device, exchange, MetaKernel(), Recorder(device), **options)
     )

@@ -69,7 +69,9 @@ def _figures(setting: Setting, blocks: int) -> dict[str, Any]:
         pg_options=exchange_options(backend, blocks),
         device_id=device if setting.on_cuda else None,
     )
-    exchange = Exchange(SimpleNamespace(exchange=group, node=None, closed=False, waits=Waits()))
+    exchange = Exchange(
+        SimpleNamespace(exchange=group, pods={ranks: group}, node=None, closed=False, waits=Waits())
+    )
     heads, kv_heads, dim = (
         setting.wide[name] for name in ("num_attention_heads", "num_key_value_heads", "head_dim")
     )

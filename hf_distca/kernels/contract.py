@@ -51,6 +51,10 @@ class AttentionParams:
     )
     causal: bool = True
 
+    def __post_init__(self) -> None:
+        if self.softcap is not None and self.softcap <= 0:  # a server is sent it
+            raise ValueError(f"softcap must be positive or None, got {self.softcap}")
+
 
 @dataclass(frozen=True)
 class Need:

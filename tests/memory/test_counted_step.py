@@ -588,26 +588,28 @@ def memory_of(of_plans=SETTINGS, **changes):
 def test_rows_take_memory_along_a_line():
     alone = PlanSettings(1, 1536, kinds=tuple(SHAPE.layers))
     memory = memory_of()
-    rows, state = memory(PLAIN, 1536, None)
-    assert rows == pytest.approx(memory(PLAIN, 1536, plan_micro_batch([1536], alone))[0], rel=0.01)
-    assert memory_of(checkpointing=None)(PLAIN, 1536, None)[0] > 1.5 * rows
+    rows, state = memory(PLAIN, 1536, None, 0)
+    assert rows == pytest.approx(
+        memory(PLAIN, 1536, plan_micro_batch([1536], alone), 0)[0], rel=0.01
+    )
+    assert memory_of(checkpointing=None)(PLAIN, 1536, None, 0)[0] > 1.5 * rows
     gathered = 2 * 1536 * 2 * (16 + 16) * 2  # K and V of the other rank, and their gradients
-    assert memory(CONTEXT, 1536, None) == (rows + gathered, state)
+    assert memory(CONTEXT, 1536, None, 0) == (rows + gathered, state)
     # Half of Q, K, V and O of four heads and two key-value heads, and their gradients.
     exchanged = 2 * 1536 * (4 + 2) * (16 + 16) // 2 * 2
-    assert memory(ULYSSES, 1536, None) == (rows + exchanged, state)
-    assert memory(SERVERS, 1536, None) == (None, state)
+    assert memory(ULYSSES, 1536, None, 0) == (rows + exchanged, state)
+    assert memory(SERVERS, 1536, None, 0) == (None, state)
     # The state is divided over both ranks. Without autocast numbers have four bytes.
     model = model_of_config(config_of_shape(SHAPE), torch.float32)
     wide = memory_of(replace(SETTINGS, bytes_per_value=4))
-    assert memory(PLAIN, 1024, None)[1] == sum(model_state(model, "fsdp2", 2, mixed=True))
-    assert wide(PLAIN, 1024, None)[1] == sum(model_state(model, "fsdp2", 2, mixed=False))
-    assert wide(PLAIN, 1536, None)[0] > 1.4 * memory(PLAIN, 1536, None)[0]
+    assert memory(PLAIN, 1024, None, 0)[1] == sum(model_state(model, "fsdp2", 2, mixed=True))
+    assert wide(PLAIN, 1024, None, 0)[1] == sum(model_state(model, "fsdp2", 2, mixed=False))
+    assert wide(PLAIN, 1536, None, 0)[0] > 1.4 * memory(PLAIN, 1536, None, 0)[0]
     # Exchange buffers of a plan take memory.
-    rows, state = memory(PLAIN, 1024, None)
-    assert rows < memory(CHOSEN, 1024, plan_micro_batch([2048], SETTINGS))[0]
+    rows, state = memory(PLAIN, 1024, None, 0)
+    assert rows < memory(CHOSEN, 1024, plan_micro_batch([2048], SETTINGS), 0)[0]
     # GPUs that share layers take less.
-    shared_rows, shared_state = memory_of(tensor_parallel=2)(PLAIN, 1024, None)
+    shared_rows, shared_state = memory_of(tensor_parallel=2)(PLAIN, 1024, None, 0)
     assert shared_rows < rows
     assert shared_state < state
 
@@ -621,5 +623,5 @@ def test_a_gpu_is_simulated_whatever_computes_here(monkeypatch):
         return count(counter, plan, run, *args)
 
     monkeypatch.setattr(MemoryCounter, "count", noted)
-    memory_of(replace(SETTINGS, kernel="cpu"))(PLAIN, 1536, None)
+    memory_of(replace(SETTINGS, kernel="cpu"))(PLAIN, 1536, None, 0)
     assert kernels == {"torch_varlen"}

@@ -37,7 +37,7 @@ def test_a_document_that_is_cut_inside_an_image():
     """Rank 0 holds rows 0 to 3, rank 1 rows 3 to 9. The image has rows 2 to 6, and a row between
     its second and third placeholder.
     """
-    images = np.array([(0, 0, 0, 3, 1.0)], IMAGE)
+    images = np.array([(0, 0, 0, 3, 12, 144, 1.0)], IMAGE)
     placeholders = np.array([(0, 2, 4, 0), (0, 5, 6, 2)], PLACEHOLDERS)
     held = np.zeros(2, TOKENS)
     held["rank"] = [0, 1]

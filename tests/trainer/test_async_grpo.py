@@ -169,7 +169,7 @@ def compare_with_loss_by_hand(folder: str, model: Mapping[str, Any]) -> None:
 def planned_micro_batches(samples: list[dict[str, Any]], **settings: Any) -> list[list[int]]:
     """Lengths of the rollouts of each micro-batch, and of those that are dropped in the last."""
     dropped: list[int] = []
-    planning = PlanSettings(ranks=3, tokens_per_rank=96, **settings)
+    planning = PlanSettings(ranks=3, rows_per_rank=96, **settings)
     filled = fitting_micro_batches(samples, planning, dropped.append, shares=True)
     return [[len(sample["input_ids"]) for sample in members] for members in filled] + [dropped]
 

@@ -221,7 +221,7 @@ def test_training_plans_and_binds_ahead(tmp_path, monkeypatch, source):
     bind = trainer.dispatcher.bind
     compute_loss = trainer.compute_loss
     collator = trainer.data_collator
-    for module, name in ((sequences, "plan_micro_batch"), (dispatcher, "plan_placed")):
+    for module, name in ((sequences, "plan_pod"), (dispatcher, "plan_placed")):
         plan = getattr(module, name)
         monkeypatch.setattr(
             module, name, lambda *a, plan=plan: (events.append("plan"), plan(*a))[1]
@@ -260,12 +260,10 @@ def test_training_plans_and_binds_ahead(tmp_path, monkeypatch, source):
 def test_an_evaluation_plans_and_binds_ahead(tmp_path, monkeypatch):
     trainer = make_trainer(str(tmp_path), lengths=[150] * 3)
     events: list[str] = []
-    plan = sequences.plan_micro_batch
+    plan = sequences.plan_pod
     bind = trainer.dispatcher.bind
     prediction_step = trainer.prediction_step
-    monkeypatch.setattr(
-        sequences, "plan_micro_batch", lambda *a: (events.append("plan"), plan(*a))[1]
-    )
+    monkeypatch.setattr(sequences, "plan_pod", lambda *a: (events.append("plan"), plan(*a))[1])
     monkeypatch.setattr(
         trainer.dispatcher, "bind", lambda plan: (events.append("bind"), bind(plan))[1]
     )

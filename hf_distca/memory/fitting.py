@@ -31,6 +31,7 @@ from hf_distca.models.checkpointing import (
     offloaded_layers,
 )
 from hf_distca.models.decoder import base_model
+from hf_distca.models.images import image_model
 from hf_distca.patches.chunked_mlp import chunk_layers
 from hf_distca.patches.offload import offload_checkpoints
 from hf_distca.planner.micro_batch import plan_micro_batch
@@ -108,6 +109,10 @@ def memory_beside_engine(args: Any, total: int) -> int:
 # Memory of a step
 
 
+NO_IMAGES = "; without the images that are encoded, see hf-distca plan"
+"""What a count leaves out where the model sees images."""
+
+
 class CountedMemory(NamedTuple):
     """Memory of training on a device, with all checkpoints on the device."""
 
@@ -141,6 +146,8 @@ def log_memory(model: nn.Module, run: RunSpec, memory: int) -> CountedMemory | N
         **{str(part): size for part, size in counted.parts.items()},
     }
     listed = ", ".join(f"{name} {size / GB:.1f}" for name, size in parts.items() if size >= GB / 20)
+    if image_model(model) is not None:  # how many images a rank encodes is not known yet
+        listed += NO_IMAGES
     total = CountedMemory(plans.rows_per_rank, sum(parts.values()), memory, listed)
     logger.info(
         "memory with %s tokens on each rank: %.1f of %.1f GB (%s)",

@@ -11,9 +11,13 @@ from hf_distca.batches.images import Field, Modality
 from hf_distca.checks.launch_rules import TRAINER
 from hf_distca.checks.refusal import errors_of
 from hf_distca.checks.step_rules import PlannedStep
+from hf_distca.config import DistCAConfig
 from hf_distca.dispatch.features import BoundImages
+from hf_distca.memory.fitting import log_memory
+from hf_distca.models.describe import describe_run
 from hf_distca.models.images import image_model, why_no_images
 from hf_distca.plan import FEATURES, PlannedImages
+from tests.images.families import tiny_model
 from tests.models_and_batches import small_model
 from tests.refused import refused
 
@@ -155,6 +159,18 @@ def test_a_model_of_text_has_no_images():
     model = small_model()
     assert image_model(model) is None
     assert "get_image_features" in why_no_images(model)
+
+
+@pytest.mark.parametrize("sees_images", [False, True])
+def test_a_trainings_counted_memory_says_that_it_is_without_images(sees_images):
+    model = tiny_model("llava", "distca") if sees_images else small_model()
+    config = DistCAConfig(tokens_per_rank=64)
+    run = describe_run(model, config, ranks=2, device=torch.device("cpu"))
+    counted = log_memory(model, run, 10**10)
+    assert counted is not None
+    assert counted.listed.endswith("without the images that are encoded, see hf-distca plan") == (
+        sees_images
+    )
 
 
 def test_the_refusal_of_images_says_why():

@@ -94,6 +94,9 @@ def _processed(data: Any, options: argparse.Namespace) -> ProcessedDocuments:
             f"{options.lengths} has pictures, but there is no processor at {name!r}: {reason}; set "
             "--tokenizer to the name of a processor"
         ) from error
+    tokenizer = processor.tokenizer
+    if tokenizer.pad_token is None:  # as TRL's trainer does; a document alone has no padding
+        tokenizer.pad_token = tokenizer.eos_token
     return ProcessedDocuments(
         data, DataCollatorForVisionLanguageModeling(processor), options.lengths
     )

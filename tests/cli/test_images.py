@@ -22,7 +22,9 @@ def seeing(tmp_path_factory) -> dict[str, str]:
 
 @pytest.fixture(autouse=True)
 def tiny_processor(monkeypatch):
-    monkeypatch.setattr(transformers.AutoProcessor, "from_pretrained", lambda name: processor())
+    without_padding = processor()
+    without_padding.tokenizer.pad_token = None  # as that of many checkpoints
+    monkeypatch.setattr(transformers.AutoProcessor, "from_pretrained", lambda name: without_padding)
 
 
 def of(seeing: dict[str, str], command: str, *more: str) -> list[str]:

@@ -1,4 +1,4 @@
-"""Micro-batches of multi-turn rollouts: TRL's, and those of DistCAAsyncGRPOTrainer.
+"""Micro-batches of multi-turn rollouts, made by TRL's batcher and by DistCAAsyncGRPOTrainer.
 
 Sessions of agents are drawn: groups of four rollouts of a prompt. A rollout has turns of an answer
 and of what a tool says. One of a group continues a part of another one. Rollouts have 3,000 tokens
@@ -7,9 +7,9 @@ on average, and the longest has 2.5 times tokens_per_rank. Both batchers get the
   trl    TokenBudgetBatcher of trl.experimental.async_grpo, with token_budget=tokens_per_rank
   here   as many rollouts as fit into all ranks together, planned over the ranks
 
-Rows are those of all ranks, and prefixes that rollouts share count once. The busiest rank is
-compared with the mean of a micro-batch: by rows, and by query-key pairs. The planner uses the costs
-of an H100 for a LLaMA of 8B parameters.
+Rows are counted over all ranks, and a prefix that rollouts share counts once. The busiest rank is
+compared with the mean rank of a micro-batch, by rows and by query-key pairs. The planner uses the
+costs of an H100 for a LLaMA of 8B parameters.
 
 With --train N a model with two layers and a width of 64 also trains N steps on CPU ranks.
 

@@ -10,9 +10,9 @@ the student have activation checkpoints. The divergence is JSD with beta 0.5. Th
   packed               the same divergence of packed models, as in DistCADistillationTrainer
   packed, shared       the same with prefix sharing
 
-Each way has a process of its own. Memory is the most that the process held in the step, above what
-it held before, which includes both models. A tile has at most 4,096 rows and 32,768 tokens of the
-vocabulary, so that here one tile has all rows.
+Each way runs in a separate process. Memory is the peak of the process in the step, less what it
+held before the step; both models were loaded by then. A tile has at most 4,096 rows and 32,768
+tokens of the vocabulary, so that here one tile has all rows.
 
 Run: python benchmarks/distillation.py
 """

@@ -6,12 +6,13 @@ position_ids. There are two ways to count positions:
   columns      a position is the number of the token's column, as models count
   first token  positions begin at 0 with the first token of each sequence
 
-Rows: eight prompts have 1,024 tokens of a system prompt and 64 to 512 of their own, and eight
-completions of 64 to 256 each. Rows are those that all ranks compute with prefix sharing.
+Rows: there are eight prompts. Each has the same system prompt of 1,024 tokens, 64 to 512 tokens of
+its own, and eight completions of 64 to 256 tokens. All rows that ranks compute with prefix sharing
+are counted.
 
 Rounding: a LLaMA with random weights computes one sequence of 256 tokens, behind some columns of
-padding. An error is the norm of the last hidden states minus those of float64, over the norm of
-the latter.
+padding. The last hidden states are compared with the same model's in float64. The error is the norm
+of their difference, divided by the norm of the float64 states.
 
 Run: python benchmarks/left_padding.py
 """

@@ -1,8 +1,9 @@
 """Counted memory of trainings with images beside what a process really takes, on the CPU.
 
 Small models whose encoder is large beside the text model train for two steps, in a process of
-their own. Measured is the most resident memory above what was resident before there was a model.
-The count is made of the model's config, the plan, and the number of images and patches.
+their own. What is measured is the peak of resident memory, less what was resident before the model
+was made. What is counted follows from the model's config, the plan, and the number of images and
+patches.
 
 Run: python benchmarks/memory_images.py
 """
@@ -157,7 +158,7 @@ def _train(case: Case) -> None:
 
 
 def counted(case: Case) -> dict[str, int]:
-    """Bytes of the training's memory, and those of the encoder besides weights."""
+    """Counted bytes of the whole training, and of the encoder without its weights."""
     model = model_of_config(case.config, torch.float32)
     case.prepare(model)
     run = describe_run(

@@ -50,7 +50,7 @@ import torch.distributed as dist
 from accelerate import ParallelismConfig
 from accelerate.utils import DeepSpeedSequenceParallelConfig
 from harness import Ranks, Round, begin_peak, follow_tensors, options_parser, over, peak, report
-from harness.models import attend_packed, documents_of, llama
+from harness.models import attend_packed, document_lengths, documents_of, llama
 from harness.rounds import Measured
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -112,14 +112,6 @@ Figures = dict[str, dict[str, Any]]
 @lru_cache(maxsize=64)
 def _shapes(lengths: tuple[int, ...]) -> TaskShapes:
     return TaskShapes.build(lengths, lengths, "cpu")
-
-
-def document_lengths(positions: Tensor) -> tuple[int, ...]:
-    """Lengths of the documents of a packed row, which begin where positions [T] are 0."""
-    starts = torch.nonzero(positions == 0).flatten().tolist()
-    return tuple(
-        stop - start for start, stop in zip(starts, [*starts[1:], len(positions)], strict=True)
-    )
 
 
 def attention_of_documents(

@@ -8,7 +8,7 @@ Run: python benchmarks/result_tables.py
 
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -511,26 +511,30 @@ def planner_nodes() -> Rows:
 
 @table_of("plan_time")
 def plan_time() -> Rows:
-    found = result("plan_time")["figures"]
-    keys = [re.fullmatch(r"chosen, (\d+) ranks, (.*), ms", key) for key in found]
-    ranks = list(dict.fromkeys(key[1] for key in keys if key))
-    yield "documents", *(f"{count} ranks, ms" for count in ranks)
-    for kind in dict.fromkeys(key[2] for key in keys if key):
-        medians = (
-            f"{found[f'chosen, {count} ranks, {kind}, ms']['median']:.0f}" for count in ranks
-        )
-        yield CORPORA.get(kind, kind), *medians
+    times = result("plan_time")["figures"]
+    medians = {
+        name.removesuffix(", ms"): figure["median"]
+        for name, figure in times.items()
+        if name.endswith(", ms")
+    }
+    return by_documents_and_ranks(medians, "ms")
 
 
 @table_of("plan_time")
 def plan_memory() -> Rows:
-    found = result("plan_time")["memory_mb"]
-    keys = [re.fullmatch(r"chosen, (\d+) ranks, (.*)", key) for key in found]
+    return by_documents_and_ranks(result("plan_time")["memory_mb"], "MB")
+
+
+def by_documents_and_ranks(figures: Mapping[str, float], unit: str) -> Rows:
+    """Rows of the figures of chosen plans: a row for each kind of documents, a column for each
+    number of ranks.
+    """
+    keys = [re.fullmatch(r"chosen, (\d+) ranks, (.*)", name) for name in figures]
     ranks = list(dict.fromkeys(key[1] for key in keys if key))
-    yield "documents", *(f"{count} ranks, MB" for count in ranks)
+    yield "documents", *(f"{count} ranks, {unit}" for count in ranks)
     for kind in dict.fromkeys(key[2] for key in keys if key):
-        megabytes = (f"{found[f'chosen, {count} ranks, {kind}']:.0f}" for count in ranks)
-        yield CORPORA.get(kind, kind), *megabytes
+        cells = (f"{figures[f'chosen, {count} ranks, {kind}']:.0f}" for count in ranks)
+        yield CORPORA.get(kind, kind), *cells
 
 
 @table_of("typical_data", "typical_data_4096")
@@ -548,7 +552,7 @@ def thousands_of_ranks() -> Rows:
 
 @table_of("pods")
 def pods() -> Rows:
-    """Predicted steps of pods over those of one plan of all ranks."""
+    """Predicted step with pods, divided by the predicted step of one plan for all ranks."""
     found = result("pods")["pods"]
     ranks = list(dict.fromkeys(row["ranks"] for row in found))
     yield "documents", *(f"{count} ranks, median / worst" for count in ranks)

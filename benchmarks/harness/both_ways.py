@@ -31,11 +31,14 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 import hf_distca
 
+from .models import document_lengths
+
 RANKS = 2
 STOCK, PLANNED = "stock", "planned"
 WAYS = {STOCK: "ddp", PLANNED: "fsdp2"}
 """The ways, with the configuration of their launches."""
-CONFIGS = Path(__file__).parents[2] / "examples" / "configs"
+BENCHMARKS = Path(__file__).parents[1]
+CONFIGS = BENCHMARKS.parent / "examples" / "configs"
 PACKED = "sdpa_of_each_document"
 MODEL = {
     "hidden_size": 128,
@@ -86,10 +89,9 @@ def attention_of_documents(
     **_: Any,
 ) -> tuple[Tensor, None]:
     """Compute transformers' sdpa document by document, in a row in which positions mark them."""
-    starts = torch.nonzero(position_ids[0] == 0).flatten().tolist()
+    lengths = document_lengths(position_ids[0])
     outputs = []
-    for start, stop in zip(starts, [*starts[1:], query.shape[2]], strict=True):
-        rows = (x[:, :, start:stop] for x in (query, key, value))
+    for rows in zip(*(x.split(lengths, dim=2) for x in (query, key, value)), strict=True):
         out, _ = sdpa_attention_forward(module, *rows, None, scaling=scaling, is_causal=True)
         outputs.append(out)
     return torch.cat(outputs, dim=1), None
@@ -165,24 +167,22 @@ def trainer_of(
 
 
 def train_rank(folder: Path) -> None:
-    """Train what the folder describes on this rank; rank 0 keeps losses and weights there."""
+    """Train what the folder describes on this rank; rank 0 keeps the losses there."""
     torch.set_num_threads(1)
     way, given, *others = json.loads((folder / "training.json").read_text())
     steps = [[Document(*document) for document in step] for step in given]
     trainer = trainer_of(way, steps, *others, str(folder))
     trainer.remove_callback(PrinterCallback)
     trainer.train()
-    history = trainer.state.log_history
-    trainer.save_model(str(folder / "model"))
     if trainer.is_world_process_zero():
-        losses = [entry["loss"] for entry in history if "loss" in entry]
+        losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
         (folder / "losses.json").write_text(json.dumps(losses))
 
 
 def train(
     way: str, steps: list[Step], vocabulary: int, seed: int, tokens_per_rank: int, folder: Path
 ) -> list[float]:
-    """Launch a training, and return the loss of each step; its model lies in `folder`/model.
+    """Launch a training, and return the loss of each step.
 
     Args:
         way: "stock" or "planned".
@@ -195,9 +195,12 @@ def train(
     folder.mkdir(parents=True)
     described = (way, steps, vocabulary, seed, tokens_per_rank)
     (folder / "training.json").write_text(json.dumps(described))
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
+    paths = os.pathsep.join([str(BENCHMARKS), os.environ.get("PYTHONPATH", "")])
+    on_cpu = {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
+    environment = {**os.environ, **on_cpu, "PYTHONPATH": paths}
     launch = [sys.executable, "-m", "accelerate.commands.launch", "--main_process_port", "0"]
-    launch += ["--config_file", str(CONFIGS / f"{WAYS[way]}.yaml"), __file__, str(folder)]
+    launch += ["--config_file", str(CONFIGS / f"{WAYS[way]}.yaml")]
+    launch += ["--module", "harness.both_ways", str(folder)]
     with tempfile.TemporaryFile("w+") as printed:
         done = subprocess.run(launch, stdout=printed, stderr=subprocess.STDOUT, env=environment)
         if done.returncode:

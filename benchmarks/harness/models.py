@@ -90,6 +90,14 @@ def settings_of(
     return describe_run(model, options, ranks=ranks, device=device, dtype=model.dtype).plans
 
 
+def document_lengths(positions: Tensor) -> tuple[int, ...]:
+    """Lengths of the documents of a packed row, which begin where positions [T] are 0."""
+    starts = torch.nonzero(positions == 0).flatten().tolist()
+    return tuple(
+        stop - start for start, stop in zip(starts, [*starts[1:], len(positions)], strict=True)
+    )
+
+
 def documents_of(lengths: Sequence[int], vocabulary: int = VOCABULARY) -> list[Tensor]:
     """Token ids [length] of each document on the CPU, the same every time."""
     generator = torch.Generator().manual_seed(1)

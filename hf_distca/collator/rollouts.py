@@ -10,6 +10,7 @@ ranks.
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -59,12 +60,14 @@ def fitting_micro_batches(
             continue
         hashes = _hashes(rollout) if shares else ()
         while not filling.has_room_for(rollout, hashes):
-            complete, left = filling.divided()
+            count = filling.fitting()
+            complete = filling.rollouts[:count]
             if any(len(target_positions(member)) for member in complete):
                 yield complete
+            rest = zip(filling.rollouts[count:], filling.hashes[count:], strict=True)
             filling = _Filling(settings, shares)
-            for member in left:
-                filling.add(member, _hashes(member) if shares else ())
+            for member, hashes_of_member in rest:
+                filling.add(member, hashes_of_member)
         filling.add(rollout, hashes)
 
 
@@ -105,8 +108,8 @@ class _Filling:
         shared_blocks = sum(block in self._blocks for block in hashes)
         return max(tokens - shared_blocks * prefixes.BLOCK, 0)
 
-    def divided(self) -> tuple[list[Rollout], list[Rollout]]:
-        """Return the first rollouts, as many as one micro-batch can be planned with, and the rest.
+    def fitting(self) -> int:
+        """Return the number of the first rollouts that one micro-batch can be planned with.
 
         A prefix that saves few rows is not shared, and whole documents leave gaps on ranks.
         """
@@ -117,7 +120,7 @@ class _Filling:
             if len(even_micro_batches(paths.trees, self.settings)) == 1:
                 break
             count -= 1
-        return self.rollouts[:count], self.rollouts[count:]
+        return count
 
 
 def _hashes(rollout: Rollout) -> Hashes:
@@ -191,6 +194,11 @@ class PlannedRollouts:
         lengths = np.array([len(rollout["input_ids"]) for rollout in rollouts], np.int64)
         return cls(rollouts, plan_sequences(paths, lengths, settings))
 
+    @cached_property
+    def _positions(self) -> list[IntArray]:
+        """Positions of the rows that predict the targets of each rollout."""
+        return [target_positions(rollout) for rollout in self.rollouts]
+
     @property
     def plan(self) -> MicroBatchPlan:
         """Plan of the micro-batch."""
@@ -222,10 +230,10 @@ class PlannedRollouts:
                 tokens.append(self.rollouts[number]["input_ids"][start:stop])
             positions.append(np.arange(start, stop))
         labels, rows, targets = self._targets(rank)
-        counts = [len(target_positions(rollout)) for rollout in self.rollouts]
+        counts = list(map(len, self._positions))
         old_log_probs = [
-            np.asarray(rollout["old_log_probs"])[1:][target_positions(rollout)]
-            for rollout in self.rollouts
+            np.asarray(rollout["old_log_probs"])[1:][positions_of_targets]
+            for rollout, positions_of_targets in zip(self.rollouts, self._positions, strict=True)
         ]
         advantages = np.array([rollout["advantage"] for rollout in self.rollouts], np.float32)
         return RankBatch(
@@ -245,8 +253,8 @@ class PlannedRollouts:
 
         The targets of all ranks are numbered rollout after rollout.
         """
-        positions = [target_positions(rollout) for rollout in self.rollouts]
-        counts = np.array([len(part) for part in positions])
+        positions = self._positions
+        counts = np.array(list(map(len, positions)))
         first_numbers = np.cumsum(counts) - counts
         labels: list[IntArray] = []
         rows: list[IntArray] = []
@@ -256,9 +264,9 @@ class PlannedRollouts:
                 int(entry[name]) for name in ("start", "stop", "sequence", "offset")
             )
             first, last = np.searchsorted(positions[number], (start, stop))
-            found = positions[number][first:last]
-            labels.append(self.rollouts[number]["input_ids"][found + 1])
-            rows.append(offset + found - start)
+            of_entry = positions[number][first:last]
+            labels.append(self.rollouts[number]["input_ids"][of_entry + 1])
+            rows.append(offset + of_entry - start)
             numbers.append(first_numbers[number] + np.arange(first, last))
         row = np.concatenate(rows) if rows else np.zeros(0, np.int64)
         if not len(row):

@@ -7,10 +7,8 @@ from dataclasses import fields, replace
 import numpy as np
 import pytest
 
-from hf_distca.plan import AttentionKind
 from hf_distca.planner.settings import PlanSettings
 from hf_distca.pool.simulation import with_servers
-from hf_distca.predict.device_profile import DeviceProfile
 from hf_distca.predict.seconds import KernelCost, LinkCost, Links
 from hf_distca.predict.shapes import MixingShape, ModelShape
 from hf_distca.predict.step_costs import on_a_gpu
@@ -24,17 +22,11 @@ from hf_distca.sim.strategies import (
     step_of_plan,
     whole_documents,
 )
+from tests.sim.unit_costs import FREE, KIND, PROFILE
 
-KIND = AttentionKind(None, 2, 1, 4, 4)
 MODEL = ModelShape(
     {KIND: 3}, hidden=8, before_attention=5, after_attention=6, head=7, parameters=1000
 )
-FREE = Links(LinkCost(0, np.inf), LinkCost(0, np.inf))
-PROFILE = DeviceProfile(
-    "unit", "a pair takes a second", "float32",
-    KIND, KernelCost(0, 0, 0, 1.0), KernelCost(0, 0, 0, 2.0),
-    np.inf, np.inf, 10.0, FREE, FREE,
-)  # fmt: skip
 RUN = RunSpec(
     PlanSettings(2, 8, kinds=(KIND,), balance_block_size=1), MODEL, PROFILE, checkpointing={}
 )

@@ -6,29 +6,21 @@ import numpy as np
 import pytest
 
 from hf_distca.batches.encoder_shape import EncoderShape
-from hf_distca.plan import AttentionKind
 from hf_distca.planner.images import IMAGE, PLACEHOLDERS
 from hf_distca.planner.settings import PlanSettings
-from hf_distca.predict.device_profile import DeviceProfile
 from hf_distca.predict.encoders import encoder_costs
-from hf_distca.predict.seconds import KernelCost, LinkCost, Links
+from hf_distca.predict.seconds import LinkCost, Links
 from hf_distca.predict.shapes import ModelShape
 from hf_distca.run import RunSpec
 from hf_distca.sim.context_parallel import Group
 from hf_distca.sim.encoders import SimulatedImages, with_encoders
 from hf_distca.sim.strategies import plain, planned, whole_documents
+from tests.sim.unit_costs import KIND, PROFILE
 
-KIND = AttentionKind(None, 2, 1, 4, 4)
 MODEL = ModelShape(
     {KIND: 1}, hidden=8, before_attention=5, after_attention=6, head=7, parameters=100
 )
-FREE = Links(LinkCost(0, np.inf), LinkCost(0, np.inf))
 BYTE_A_SECOND = Links(LinkCost(0, 1.0), LinkCost(0, 1.0))
-PROFILE = DeviceProfile(
-    "unit", "a pair takes a second", "float32",
-    KIND, KernelCost(0, 0, 0, 1.0), KernelCost(0, 0, 0, 2.0),
-    np.inf, np.inf, 10.0, FREE, FREE,
-)  # fmt: skip
 RUN = RunSpec(
     PlanSettings(2, 8, kinds=(KIND,), balance_block_size=1, document_layout="fixed"),
     MODEL,

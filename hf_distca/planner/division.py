@@ -81,8 +81,9 @@ class Division:
         Args:
             room: [ranks] rows that each rank takes, together enough for all documents.
         """
+        left: list[int] = room.tolist()
         if not len(documents):
-            return room.tolist()
+            return left
         lengths, work = self._lengths[documents], self._work[documents]
         has_nodes = len(node_sizes) > 1 and max(node_sizes) > 1
         units = _Units(room, node_sizes if has_nodes else (1,) * len(room))

@@ -12,7 +12,6 @@ from math import ceil
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from hf_distca.plan import AttentionKind, Direction, Layout, MicroBatchPlan
 from hf_distca.plan.arrays import FloatArray, IntArray
@@ -52,6 +51,11 @@ class Walked:
     def computed(self) -> float:
         """Seconds that the slowest rank computes."""
         return float((self.attention + self.other).max())
+
+    @property
+    def waits(self) -> float:
+        """Seconds besides those that the slowest rank computes, as a share of these."""
+        return self.seconds / self.computed - 1
 
 
 Key = tuple[int, str]

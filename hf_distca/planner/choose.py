@@ -82,9 +82,10 @@ nodes. Up to it, division over few ranks was faster by less than a hundredth."""
 HIDDEN = 0.1
 """Share of a step up to which two nano-batches hide exchanges between nodes. Up to it, one
 nano-batch over few ranks was never faster."""
+MANY_RANKS = 128
+"""Ranks beyond which planning takes long: smaller groups and one nano-batch are then preferred."""
 EVEN_ENOUGH = 0.02
-"""Share by which a placing may be less even than the most even one, where smaller groups save time
-of planning."""
+"""Share by which a placing of many ranks may be less even than the most even one."""
 HARDLY_WAITS = 0.002
 """Share of a step up to which its waits are not worth further stages."""
 MOST_MOVES = 4096
@@ -282,8 +283,10 @@ class _Search:
         # Seconds that every rank computes if all ranks finish together.
         self._even_share = float(self._seconds.sum() / self._speeds.sum())
         self._layouts: dict[tuple[int, Division, int], list[LaidOut] | None] = {}
+        self._has_many_ranks = settings.ranks > MANY_RANKS
         self._smallest_even: Placing | None = None
-        self._over_few: set[int] = set()  # placings that are tried over few ranks, by their id
+        # What tells candidates that followed from others.
+        self._followed: set[tuple[int, Division, int, float]] = set()
 
     # 1. Placings of documents in groups of ranks.
 
@@ -399,8 +402,9 @@ class _Search:
         finest = self._settings.tolerances[0]
         fewest = min(self._settings.nano_batches)
         placings = self._even_placings()
-        # The smallest groups that are about as even as the most even ones.
-        enough = min(map(self._bound, placings), default=0.0) * (1 + EVEN_ENOUGH)
+        # Among many ranks, the smallest groups that are about as even as the most even ones.
+        enough = min(map(self._bound, placings), default=0.0)
+        enough *= 1 + EVEN_ENOUGH * self._has_many_ranks
         even = [placing for placing in placings if self._bound(placing) <= enough]
         self._smallest_even = min(even, key=lambda placing: max(placing.sizes), default=None)
         listed = []
@@ -473,17 +477,16 @@ class _Search:
         placing = candidate.placing
         if candidate.division != "over all" or not self._spans_nodes(placing):
             return []
-        # With too many moves a plan takes long, so only one placing is tried, and first with one
-        # nano-batch.
+        # With too many moves a plan takes long, so only one placing is tried.
         has_too_many_moves = self._has_too_many_moves(placing)
         is_tried = placing is self._smallest_even or not has_too_many_moves
         is_near = max(self._node_sizes) > 1 and seconds <= bound * (1 + NEAR_BOUND)
-        if is_near or not is_tried or id(placing) in self._over_few:
+        if is_near or not is_tried:
             return []
-        self._over_few.add(id(placing))
-        few = min if has_too_many_moves else max
-        nano_batches = few(self._settings.nano_batches)
-        return [replace(candidate, division="over few", nano_batches=nano_batches)]
+        # One nano-batch is planned faster, and hides exchanges in stages.
+        first = min if has_too_many_moves and self._has_many_ranks else max
+        nano_batches = first(self._settings.nano_batches)
+        return self._new(replace(candidate, division="over few", nano_batches=nano_batches))
 
     def waiting_less(self, planned: PlannedCandidate) -> list[Candidate]:
         """List the candidates that may wait less than a plan.
@@ -492,7 +495,8 @@ class _Search:
         Over few ranks of a node one nano-batch makes fewer kernel calls, and two hide exchanges.
         """
         candidate = planned.candidate
-        coarsest = self._settings.tolerances[-1]
+        self._new(candidate)
+        finest, coarsest = self._settings.tolerances[0], self._settings.tolerances[-1]
         fewest, most = min(self._settings.nano_batches), max(self._settings.nano_batches)
         spans_nodes = self._spans_nodes(candidate.placing)
         tolerance, nano_batches = candidate.tolerance, candidate.nano_batches
@@ -503,13 +507,19 @@ class _Search:
             if not spans_nodes:
                 nano_batches = most
             elif planned.step.waits > HIDDEN:
-                if nano_batches < most and self._has_too_many_moves(candidate.placing):
+                if nano_batches < most and tolerance == finest:
                     nano_batches = most
                 else:
                     tolerance, nano_batches = coarsest, fewest
-        similar = replace(candidate, tolerance=tolerance, nano_batches=nano_batches)
-        options = candidate.tolerance, candidate.nano_batches
-        return [similar] if (tolerance, nano_batches) != options else []
+        return self._new(replace(candidate, tolerance=tolerance, nano_batches=nano_batches))
+
+    def _new(self, candidate: Candidate) -> list[Candidate]:
+        """List a candidate that follows from others, unless it was listed before."""
+        key = *_layout_key(candidate), candidate.tolerance
+        if key in self._followed:
+            return []
+        self._followed.add(key)
+        return [candidate]
 
     def _spans_nodes(self, placing: Placing) -> bool:
         """Return whether a group has ranks of several nodes."""

@@ -26,21 +26,12 @@ EARLIER_NAMES = ".gradient_checkpointing"
 PEFT alone asks for `is_gradient_checkpointing`.
 """
 PRELOADED = [
-    *(
-        "torch",
-        "transformers",
-        "datasets",
-        "deepspeed",
-        "peft",
-        "hf_distca",
-        "hf_distca.dispatch.dispatcher",
-    ),
-    *(
-        "hf_distca.kernels.cpu",
-        "hf_distca.pool.server",
-        "hf_distca.trainer.trainer",
-        "tests.models_and_batches",
-    ),
+    *("torch", "transformers", "datasets", "deepspeed", "peft"),
+    *("trl.trainer.dpo_trainer", "trl.trainer.grpo_trainer", "trl.trainer.sft_trainer"),
+    *("hf_distca", "hf_distca.dispatch.dispatcher", "hf_distca.kernels.cpu"),
+    *("hf_distca.pool.server", "hf_distca.trainer.sft", "hf_distca.trainer.preference"),
+    *("transformers.models.llama.modeling_llama", "tests.models_and_batches"),
+    *("tests.trainer.preferences", "tests.trainer.small_trainers"),
 ]
 
 

@@ -1,8 +1,10 @@
 """Ranks for tests: processes with a gloo group among them, started once and used by many tests."""
 
 import gc
+import io
 import multiprocessing
 import os
+import pickle
 import secrets
 import signal
 import socket
@@ -71,7 +73,7 @@ class RankPool:
                 )
             for connection in ready:
                 rank = self._connections.index(connection)
-                succeeded, results[rank] = connection.recv()
+                succeeded, results[rank] = _unpacked(connection.recv_bytes())
                 if not succeeded:  # the others may wait for this rank forever
                     self.close()
                     raise AssertionError(f"rank {rank}:\n{results[rank]}")
@@ -120,9 +122,27 @@ def _serve(connection: Connection, rank: int, size: int, port: int) -> None:
                 for group in list(dist.distributed_c10d._world.pg_map):
                     if group is not dist.group.WORLD:
                         dist.destroy_process_group(group)
-            connection.send((True, result))
+            connection.send_bytes(_packed((True, result)))
         except Exception:
-            connection.send((False, traceback.format_exc()))
+            connection.send_bytes(_packed((False, traceback.format_exc())))
+
+
+def _packed(result: Any) -> bytes:
+    """Return the bytes of a result.
+
+    A connection by itself would send each tensor as a shared file, which takes ten times as long.
+    """
+    import torch
+
+    buffer = io.BytesIO()
+    torch.save(result, buffer, pickle_protocol=pickle.HIGHEST_PROTOCOL)
+    return buffer.getvalue()
+
+
+def _unpacked(content: bytes) -> Any:
+    import torch
+
+    return torch.load(io.BytesIO(content), weights_only=False)
 
 
 @contextmanager

@@ -22,7 +22,7 @@ from random import Random
 
 import numpy as np
 from harness import options_parser, print_json, print_rows
-from harness.both_ways import PLANNED, STOCK, WAYS, Document, Step, train
+from harness.both_ways import PLANNED, STOCK, WAYS, Document, Step, Training, train
 from harness.curves import curves_picture
 
 TOKENS_PER_RANK = 1024
@@ -86,9 +86,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         for seed in range(options.seeds):
             for way in WAYS:
-                losses = train(
-                    way, steps, VOCABULARY, seed, TOKENS_PER_RANK, Path(folder) / f"{way}{seed}"
-                )
+                training = Training(VOCABULARY, seed, TOKENS_PER_RANK)
+                losses = train(way, steps, training, Path(folder) / f"{way}{seed}")
                 curves[way].append(np.array(losses))
                 print(f"{way}, seed {seed}: {np.mean(losses[-LAST:]):.4f}", flush=True)
 

@@ -58,6 +58,14 @@ class RankPool:
             self._start()
         for connection in self._connections:
             connection.send((function, args, keeps_groups))
+        try:
+            return self._answers()
+        except BaseException:  # an answer that comes later would be that of the next run
+            self.close()
+            raise
+
+    def _answers(self) -> list[Any]:
+        """Wait for what each rank returns, by rank."""
         results: dict[int, Any] = {}
         while len(results) < self.size:
             waiting = [
@@ -67,7 +75,6 @@ class RankPool:
             ]
             ready = wait(waiting, timeout=TIMEOUT_S)
             if not ready:
-                self.close()
                 raise TimeoutError(
                     f"only ranks {sorted(results)} of {self.size} answered in {TIMEOUT_S} s"
                 )
@@ -75,7 +82,6 @@ class RankPool:
                 rank = self._connections.index(connection)
                 succeeded, results[rank] = _unpacked(connection.recv_bytes())
                 if not succeeded:  # the others may wait for this rank forever
-                    self.close()
                     raise AssertionError(f"rank {rank}:\n{results[rank]}")
         return [results[rank] for rank in range(self.size)]
 

@@ -48,6 +48,11 @@ class Walked:
     waited: FloatArray  # [ranks] waiting for exchanges
     mixing: FloatArray  # [ranks] the part of `other` in layers that mix rows in order
 
+    @property
+    def computed(self) -> float:
+        """Seconds that the slowest rank computes."""
+        return float((self.attention + self.other).max())
+
 
 Key = tuple[int, str]
 """A transfer by its nano-batch and name."""

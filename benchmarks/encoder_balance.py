@@ -214,7 +214,7 @@ def both(documents: Documents, chosen: NDArray[np.int64], run: RunSpec) -> dict[
     sequences = plan_sequences(SequencePaths.unshared(lengths), lengths, settings)
     images = documents.images.of_documents(chosen)
     planned = plan_images(
-        images.images, images.placeholders, sequences.rank_rows, settings.ranks, ["image"]
+        images.images, images.placeholders, sequences.rank_rows, range(settings.ranks), ["image"]
     )["image"]
     costs = encoder_costs(images.model.encoder, run.device, checkpointing=True)
     seconds = costs.seconds(images.images["patches"], images.images["pairs"])

@@ -1,8 +1,10 @@
 """Ranks for tests: processes with a gloo group among them, started once and used by many tests."""
 
 import gc
+import io
 import multiprocessing
 import os
+import pickle
 import secrets
 import signal
 import socket
@@ -26,21 +28,12 @@ EARLIER_NAMES = ".gradient_checkpointing"
 PEFT alone asks for `is_gradient_checkpointing`.
 """
 PRELOADED = [
-    *(
-        "torch",
-        "transformers",
-        "datasets",
-        "deepspeed",
-        "peft",
-        "hf_distca",
-        "hf_distca.dispatch.dispatcher",
-    ),
-    *(
-        "hf_distca.kernels.cpu",
-        "hf_distca.pool.server",
-        "hf_distca.trainer.trainer",
-        "tests.models_and_batches",
-    ),
+    *("torch", "transformers", "datasets", "deepspeed", "peft"),
+    *("trl.trainer.dpo_trainer", "trl.trainer.grpo_trainer", "trl.trainer.sft_trainer"),
+    *("hf_distca", "hf_distca.dispatch.dispatcher", "hf_distca.kernels.cpu"),
+    *("hf_distca.pool.server", "hf_distca.trainer.sft", "hf_distca.trainer.preference"),
+    *("transformers.models.llama.modeling_llama", "tests.models_and_batches"),
+    *("tests.trainer.preferences", "tests.trainer.small_trainers"),
 ]
 
 
@@ -87,7 +80,7 @@ class RankPool:
                 )
             for connection in ready:
                 rank = self._connections.index(connection)
-                succeeded, results[rank] = connection.recv()
+                succeeded, results[rank] = _unpacked(connection.recv_bytes())
                 if not succeeded:  # the others may wait for this rank forever
                     raise AssertionError(f"rank {rank}:\n{results[rank]}")
         return [results[rank] for rank in range(self.size)]
@@ -135,9 +128,27 @@ def _serve(connection: Connection, rank: int, size: int, port: int) -> None:
                 for group in list(dist.distributed_c10d._world.pg_map):
                     if group is not dist.group.WORLD:
                         dist.destroy_process_group(group)
-            connection.send((True, result))
+            connection.send_bytes(_packed((True, result)))
         except Exception:
-            connection.send((False, traceback.format_exc()))
+            connection.send_bytes(_packed((False, traceback.format_exc())))
+
+
+def _packed(result: Any) -> bytes:
+    """Return the bytes of a result.
+
+    A connection by itself would send each tensor as a shared file, which takes ten times as long.
+    """
+    import torch
+
+    buffer = io.BytesIO()
+    torch.save(result, buffer, pickle_protocol=pickle.HIGHEST_PROTOCOL)
+    return buffer.getvalue()
+
+
+def _unpacked(content: bytes) -> Any:
+    import torch
+
+    return torch.load(io.BytesIO(content), weights_only=False)
 
 
 @contextmanager
@@ -199,6 +210,7 @@ def _become_rank(rank: int, size: int, port: int) -> None:
     import torch
 
     poison_unsent_numbers()
+    measure_briefly()
     warnings.filterwarnings("error", EARLIER_NAMES, FutureWarning)
     # As in a process that is launched: what a forkserver has made would make processes that import
     # everything anew.
@@ -249,6 +261,16 @@ def poison_unsent_numbers() -> None:
         return torch.full_like(host_B, POISON)
 
     rows.device_bytes = poisoned
+
+
+def measure_briefly() -> None:
+    """Let trainings of this process measure their device by as few calls as the fit of costs needs.
+
+    A training measures for most of a second, and most trainings of tests take less.
+    """
+    from hf_distca.profiling import costs, device
+
+    costs.LIMIT_S, device.REPEATS = 0.0, 1
 
 
 @contextmanager

@@ -41,7 +41,7 @@ class SimulatedImages:
             for document, start, stop in plan.held_by(rank)
         ]
         features = held_features(self.images, self.placeholders, np.array(entries, TOKENS))
-        return choose_encoders(self.images["cost"], features, ranks), features
+        return choose_encoders(self.images["cost"], features, range(ranks)), features
 
 
 def with_encoders(

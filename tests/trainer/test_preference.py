@@ -128,12 +128,12 @@ def plans_of_rollouts(folder: str, kind: str) -> tuple[list[str], int]:
     """What a training did before its models ran, in this order, and the number of its plans."""
     events: list[str] = []
     made = []
-    exchange, prepared = Groups.all_gather_checked, padded_rows.plan_padded
+    exchange, prepared = Groups.all_gather_in_pod, padded_rows.plan_padded
 
-    def exchanged(self: Groups, make: Any, *, contents: str) -> Any:
+    def exchanged(self: Groups, *args: Any, contents: str) -> Any:
         if contents.startswith("lengths of sequences"):
             events.append("ahead" if contents.endswith("later batches") else "packed")
-        return exchange(self, make, contents=contents)
+        return exchange(self, *args, contents=contents)
 
     def planned(*args: Any) -> Any:
         made.append(args)
@@ -141,7 +141,7 @@ def plans_of_rollouts(folder: str, kind: str) -> tuple[list[str], int]:
 
     arguments = {"num_iterations": 2, "steps_per_generation": 2, "max_steps": 4}
     with (
-        patch.object(Groups, "all_gather_checked", exchanged),
+        patch.object(Groups, "all_gather_in_pod", exchanged),
         patch.object(padded_rows, "plan_padded", planned),
     ):
         train(folder, Case(kind, arguments=arguments), planned=True)

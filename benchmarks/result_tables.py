@@ -298,9 +298,9 @@ def step_time() -> Rows:
             yield ranks, mix, *(quartiles(ratio) if ratio else "–" for ratio in ratios)
 
 
-@table_of("peers")
-def peers() -> Rows:
-    found = result("peers")
+def beside_peers(name: str) -> Rows:
+    """Rows of strategies that train the same documents."""
+    found = result(name)
     yield (
         "ranks",
         "documents",
@@ -326,6 +326,51 @@ def peers() -> Rows:
             f"{of_strategy['MiB']:.0f}",
             f"{speed['median']:.0f} ({speed['lower']:.0f} to {speed['upper']:.0f})",
             quartiles(ratio) if ratio else "",
+        )
+
+
+@table_of("peers")
+def peers() -> Rows:
+    yield from beside_peers("peers")
+
+
+@table_of("peers_ringmaster", "peers_ringmaster_again")
+def peers_ringmaster() -> Rows:
+    yield from beside_peers("peers_ringmaster")
+
+
+@table_of("prefixes_tree_recurrence", "prefixes_tree_recurrence_again")
+def prefixes_tree_recurrence() -> Rows:
+    found = result("prefixes_tree_recurrence")
+    again = result("prefixes_tree_recurrence_again")
+    yield (
+        "documents",
+        "strategy",
+        "rows",
+        "rows scanned",
+        "MiB",
+        "loss and gradients differ by",
+        "seconds",
+        "over hf_distca",
+        "in a second run",
+    )
+    for name in found["largest_difference"]:
+        case, strategy = name.split(", ")
+        counted = {key: found["counted"][f"{name}, {key}"] for key in ("rows", "scanned", "MiB")}
+        ratio = f"{case}, {strategy} / hf_distca"
+        over = [
+            quartiles(run["derived"][ratio]) if ratio in run["derived"] else ""
+            for run in (found, again)
+        ]
+        yield (
+            case,
+            strategy,
+            f"{counted['rows']:.0f}",
+            f"{counted['scanned']:.0f}",
+            f"{counted['MiB']:.0f}",
+            f"{found['largest_difference'][name]:.0e}",
+            quartiles(found["figures"][f"{name}, s"]),
+            *over,
         )
 
 

@@ -2,8 +2,11 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from hf_distca.plan import ExchangeFigures, Plan
 from hf_distca.plan.arrays import IntArray, Table
@@ -47,15 +50,24 @@ class RowsMoved:
 
         Every K/V row that a worker's tasks read reaches the worker once.
         """
-        tasks, first_hop, second_hop = rows_to_move(replace(plan, stage_rows=None))
-        queries = rows_between(plan.workers, tasks)
-        keys = rows_between(plan.workers, first_hop, second_hop)
-        return cls(*rows_by_link([queries, keys], nodes))
+        queries, *hops = rows_to_move(replace(plan, stage_rows=None))
+        return cls(
+            rows_between(plan.workers, queries).by_link(nodes),
+            rows_between(plan.workers, *hops).by_link(nodes),
+        )
 
     @property
     def most_keys(self) -> int:
         """K/V rows that the busiest worker sends or receives."""
         return int(self.keys.sum(axis=0).max(initial=0))
+
+    @cached_property
+    def most(self) -> tuple[IntArray, IntArray]:
+        """Query rows, and K/V rows, by link.
+
+        Each array is [2, workers]: the larger of what a worker sends and receives.
+        """
+        return self.queries.max(axis=1), self.keys.max(axis=1)
 
     def forward_bytes(self, row_bytes: RowBytes) -> IntArray:
         """Return [2, 2, workers] bytes of the forward: Q, K and V are sent.
@@ -78,35 +90,44 @@ class RowsMoved:
         return np.asarray(sent + returned)
 
 
-def rows_between(workers: int, *tables: Table) -> IntArray:
-    """Return [workers, workers] rows that go from each worker to each worker.
+class RowsBetween(NamedTuple):
+    """Rows that go from workers to workers, once for each pair of workers."""
 
-    Rows that a worker keeps count, too.
-    """
+    source: IntArray  # [pairs]
+    target: IntArray  # [pairs] possibly the source itself
+    rows: IntArray  # [pairs]
+
+    def to(self, is_target: NDArray[np.bool_]) -> "RowsBetween":
+        """Return the rows that go to some of [workers]."""
+        return RowsBetween(*(column[is_target[self.target]] for column in self))
+
+    def by_link(self, nodes: Sequence[int]) -> IntArray:
+        """Return [2, 2, workers] rows within and between nodes, sent and received.
+
+        Rows that stay are left out.
+
+        Args:
+            nodes: [workers] node of each worker.
+        """
+        node = np.asarray(nodes)
+        workers = len(node)
+        travels = self.source != self.target
+        source, target, rows = (column[travels] for column in self)
+        # Of the two places of a link, the first one counts rows sent, the second rows received.
+        place = (node[source] != node[target]) * (2 * workers)
+        sent = np.bincount(place + source, rows, 4 * workers)
+        received = np.bincount(place + workers + target, rows, 4 * workers)
+        return (sent + received).astype(np.int64).reshape(2, 2, workers)
+
+
+def rows_between(workers: int, *tables: Table) -> RowsBetween:
+    """Count the rows of moves, in tables of dtype MOVE; rows that a worker keeps count, too."""
     rows = np.zeros(workers**2)
     for moves in tables:
         pair_of_workers = moves["source"] * workers + moves["target"]
         rows += np.bincount(pair_of_workers, row_counts(moves), workers**2)
-    return rows.astype(np.int64).reshape(workers, workers)
-
-
-def rows_by_link(tables: Sequence[IntArray], nodes: Sequence[int]) -> list[IntArray]:
-    """Return [2, 2, workers] rows by link and direction, for each table of rows.
-
-    Rows that stay are left out.
-
-    Args:
-        tables: [workers, workers] each, rows that go from each worker to each worker.
-        nodes: [workers] node of each worker.
-    """
-    between = np.not_equal.outer(nodes, nodes)
-    within = ~between & ~np.eye(len(between), dtype=bool)
-    uses_link = np.stack([within, between])
-    by_link = []
-    for rows in tables:
-        link_rows = rows * uses_link  # [2, workers, workers]
-        by_link.append(np.stack([link_rows.sum(axis=2), link_rows.sum(axis=1)], axis=1))
-    return by_link
+    pair = np.flatnonzero(rows)
+    return RowsBetween(*np.divmod(pair, workers), rows[pair].astype(np.int64))
 
 
 def bytes_by_link(plan: Plan, row_bytes: RowBytes, nodes: Sequence[int]) -> IntArray:

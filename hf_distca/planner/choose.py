@@ -67,6 +67,8 @@ worse than one, which may move fewer rows."""
 SAVED_BY_ONE = 0.02
 """Share of a step that one nano-batch saves at most where two of them have few waits: kernel calls,
 and cuts of documents."""
+HARDLY_WAITS = 0.002
+"""Share of a step up to which its waits are not worth further stages."""
 MOST_MOVES = 4096
 """Most moves of K/V rows, from a segment to a rank, over the root of the number of ranks, for which
 documents are divided over all ranks of several nodes. Planning more moves takes longer than all
@@ -494,19 +496,22 @@ class _Search:
     ) -> tuple[Walked, int | None]:
         """Return the fastest of some numbers of stages, with its predicted step.
 
+        More stages save waits alone, so they are not tried where fewer hardly wait.
+
         Args:
             options: approximate numbers of stages; None for the usual number.
         """
         layouts = [nano.layout for nano in nano_batches]
+        usual = usual_stages(len(nano_batches))
         steps: dict[tuple[int, ...], tuple[Walked, int | None]] = {}
-        for option in options:
+        for option in sorted(options, key=lambda option: option or usual):
             staged = []
             for counts_of_kinds in counts:
                 staged_of_kinds = {
                     kind: in_stages(
                         plan_counts,
                         self._settings.buffer_rows(kind),
-                        stages=option or usual_stages(len(nano_batches)),
+                        stages=option or usual,
                         together=option is not None,
                     )
                     for kind, plan_counts in counts_of_kinds.items()
@@ -521,6 +526,8 @@ class _Search:
             if stages not in steps:
                 step = predict_step(staged, layouts, self._costs, self._settings.node_of_ranks)
                 steps[stages] = step, option
+                if step.seconds <= _computed(step) * (1 + HARDLY_WAITS):
+                    break
         return min(steps.values(), key=lambda step_and_stages: step_and_stages[0].seconds)
 
     # 4. The plan that is taken.

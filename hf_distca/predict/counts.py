@@ -11,10 +11,48 @@ from numpy.typing import NDArray
 from hf_distca.plan import AttentionKind, NanoBatch, Plan
 from hf_distca.plan.arrays import FloatArray, IntArray, Table
 from hf_distca.plan.cost import RowBytes, pairs
-from hf_distca.plan.figures import RowsMoved, rows_between, rows_by_link
+from hf_distca.plan.figures import RowsBetween, RowsMoved, rows_between
 from hf_distca.plan.intervals import row_counts
 from hf_distca.plan.moves import held_pairs, rows_to_move
 from hf_distca.predict.seconds import DIAGONAL_ROWS, Tasks
+
+
+@dataclass(frozen=True, eq=False)
+class Connected:
+    """Sets of ranks that exchange rows, directly or over other ranks."""
+
+    lowest: IntArray  # [ranks] lowest rank of the set of each rank
+
+    @classmethod
+    def by(cls, rows: Sequence[RowsBetween], ranks: int) -> "Connected":
+        """Return the sets of ranks that rows connect."""
+        source = np.concatenate([between.source for between in rows])
+        target = np.concatenate([between.target for between in rows])
+        lowest = np.arange(ranks)
+        previous = np.zeros(0, np.int64)
+        while not np.array_equal(lowest, previous):
+            previous = lowest.copy()
+            # The lowest number of any partner, and then the lowest that this rank knows itself.
+            np.minimum.at(lowest, source, previous[target])
+            np.minimum.at(lowest, target, previous[source])
+            lowest = lowest[lowest]
+        return cls(lowest)
+
+    @cached_property
+    def _sets(self) -> tuple[IntArray, IntArray, IntArray]:
+        """Ranks set after set, [sets] position of each set in this order, and [ranks] their set."""
+        _, set_of_rank, sizes = np.unique(self.lowest, return_inverse=True, return_counts=True)
+        return np.argsort(set_of_rank, kind="stable"), np.cumsum(sizes) - sizes, set_of_rank
+
+    @property
+    def are_one(self) -> bool:
+        """Whether all ranks are connected."""
+        return len(self._sets[1]) == 1
+
+    def latest(self, seconds: FloatArray) -> FloatArray:
+        """Return the latest of [ranks] times in the set of each rank."""
+        order, starts, set_of_rank = self._sets
+        return np.asarray(np.maximum.reduceat(seconds[order], starts)[set_of_rank])
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,23 +71,13 @@ class CountedPlan:
     ranks: int  # workers that hold rows; remote workers come after them
     forwards: bool  # whether K/V rows are forwarded inside nodes
     windowed: bool
-    # [ranks] the same number for ranks that exchange rows, directly or over other ranks.
-    connected: IntArray
+    connected: Connected
 
     @property
     def forward_bytes(self) -> IntArray:
         """[2, 2, workers] bytes of one layer's forward, as in `bytes_by_link`."""
         among_ranks = self.among_ranks.forward_bytes(self.row_bytes)
         return among_ranks + self.with_remote.forward_bytes(self.row_bytes)
-
-    @cached_property
-    def most_of_ranks(self) -> tuple[IntArray, IntArray]:
-        """Query rows, and K/V rows, of the exchanges among ranks.
-
-        Each array is [2, ranks] by link: the larger of what a rank sends and receives.
-        """
-        moved = self.among_ranks
-        return moved.queries.max(axis=1)[:, : self.ranks], moved.keys.max(axis=1)[:, : self.ranks]
 
     @property
     def remote_workers(self) -> int:
@@ -74,20 +102,18 @@ def count_plan(
     # Rows that travel. Remote workers get theirs apart from exchanges.
     queries = rows_between(plan.workers, tasks)
     keys = rows_between(plan.workers, first_hop, second_hop)
-    is_remote = np.arange(plan.workers) >= ranks
-    rank_queries, rank_keys, remote_queries, remote_keys = rows_by_link(
-        [queries * ~is_remote, keys * ~is_remote, queries * is_remote, keys * is_remote], nodes
-    )
-    among_ranks = RowsMoved(rank_queries, rank_keys)
-    with_remote = RowsMoved(remote_queries, remote_keys)
+    is_rank = np.arange(plan.workers) < ranks
+    queries_of_ranks, keys_of_ranks = queries.to(is_rank), keys.to(is_rank)
+    among_ranks = RowsMoved(queries_of_ranks.by_link(nodes), keys_of_ranks.by_link(nodes))
+    with_remote = RowsMoved(queries.to(~is_rank).by_link(nodes), keys.to(~is_rank).by_link(nodes))
     stages = 1
     if plan.stage_rows is not None:
         stages = max(ceil(among_ranks.most_keys / plan.stage_rows), 1)
 
     local, remote_kv, remote_query = _groups_of_tasks(tasks, plan)
-    keys_of_ranks = keys[:, :ranks]
-    sent_keys = keys_of_ranks.sum(axis=1)
-    received_keys = keys_of_ranks.sum(axis=0)
+    sent_keys, received_keys = (
+        np.bincount(end, keys_of_ranks.rows, ranks) for end in keys_of_ranks[:2]
+    )
     return CountedPlan(
         local=local,
         remote_kv=remote_kv,
@@ -100,7 +126,7 @@ def count_plan(
         ranks=ranks,
         forwards=plan.nodes is not None,
         windowed=plan.window is not None,
-        connected=_connected((queries + keys)[:ranks, :ranks]),
+        connected=Connected.by([queries_of_ranks, keys_of_ranks], ranks),
     )
 
 
@@ -166,24 +192,3 @@ def _groups_of_tasks(tasks: Table, plan: Plan) -> tuple[Tasks, Tasks, Tasks]:
     )
     remote_query = sums_over(~has_own_queries, received_keys, all_pairs, diagonal)
     return local, remote_kv, remote_query
-
-
-def _connected(rows: IntArray) -> IntArray:
-    """Return [ranks] the same number for ranks that exchange rows, directly or over other ranks.
-
-    The number is the lowest of these ranks.
-
-    Args:
-        rows: [ranks, ranks] that go from each rank to each rank.
-    """
-    ranks = len(rows)
-    linked = rows > 0
-    linked |= linked.T | np.eye(ranks, dtype=bool)
-    lowest = np.arange(ranks)
-    previous = np.zeros(0, np.int64)
-    while not np.array_equal(lowest, previous):
-        previous = lowest
-        # The lowest number of any linked rank, and then the lowest that this rank knows itself.
-        lowest = np.where(linked, lowest, ranks).min(axis=1)
-        lowest = lowest[lowest]
-    return lowest

@@ -55,13 +55,13 @@ Key = tuple[int, str]
 
 class _LinkUse(NamedTuple):
     link: int  # 0 inside nodes, 1 between nodes
-    users: NDArray[np.bool_]  # [ranks] whether a rank sends or receives over the link
-    seconds: FloatArray
+    seconds: FloatArray  # -inf for ranks that send and receive nothing over the link
 
 
 class _TransferSize(NamedTuple):
     largest: FloatArray  # [ranks] the most bytes of a rank on a link
     links: list[_LinkUse]  # links in use
+    takes_part: FloatArray  # [ranks] 0 for ranks that send or receive, -inf for others
 
 
 class LayerClocks:
@@ -100,7 +100,8 @@ class LayerClocks:
 
         ranks = nano_batches[0].ranks
         self._clock = np.zeros(ranks)
-        self._links_free = np.zeros((2, ranks))  # when each rank's links are free
+        # When each rank's links are free, inside nodes and between them.
+        self._links_free: list[FloatArray] = [np.zeros(ranks), np.zeros(ranks)]
         self._remote_free = np.zeros(nano_batches[0].remote_workers)
         self._arrivals: dict[Key, FloatArray] = {}  # of transfers that are under way
         # When they departed, and the seconds of the rank's own time that they take.
@@ -206,11 +207,12 @@ class LayerClocks:
             return None
         costs = (self._links.within, self._links.between)
         links = [
-            _LinkUse(link, size[link] > 0, cost.seconds(size[link]))
+            _LinkUse(link, np.where(size[link] > 0, cost.seconds(size[link]), -np.inf))
             for link, cost in enumerate(costs)
             if size[link].any()
         ]
-        return _TransferSize(size.max(axis=0), links)
+        largest = size.max(axis=0)
+        return _TransferSize(largest, links, np.where(largest > 0, 0.0, -np.inf))
 
     def _send(self, index: int, transfer: Transfer) -> None:
         size = self._transfer_size(index, transfer.rows, transfer.columns)
@@ -218,30 +220,31 @@ class LayerClocks:
             return
         # The rows of a transfer arrive when both ends have started it and each link has brought
         # them; a link carries one transfer after another.
-        self._clock = self._clock + self._links.start
-        all_started = self._when_all_start(index, size.largest > 0)
+        if self._links.start:
+            self._clock = self._clock + self._links.start
+        all_started = self._when_all_start(index, size)
         arrival = self._clock
         for use in size.links:
-            link_free = np.maximum(self._links_free[use.link], all_started) + use.seconds
-            np.copyto(self._links_free[use.link], link_free, where=use.users)
-            arrival = np.where(use.users, np.maximum(arrival, link_free), arrival)
+            link_free = np.maximum(self._links_free[use.link], all_started)
+            link_free += use.seconds
+            self._links_free[use.link] = np.maximum(self._links_free[use.link], link_free)
+            arrival = np.maximum(arrival, link_free)
         self._arrivals[index, transfer.name] = arrival
         if self._links.busy:
             busy = size.largest * self._links.busy
             self._departures[index, transfer.name] = self._clock, busy
 
-    def _when_all_start(self, index: int, takes_part: NDArray[np.bool_]) -> FloatArray | float:
+    def _when_all_start(self, index: int, size: _TransferSize) -> FloatArray | float:
         """Return when all senders have reached an exchange: rows arrive only then.
 
         Ranks that exchange nothing do not wait for each other, except where the transport takes a
         rank's own time: it exchanges empty messages too.
         """
+        reached = self._clock + size.takes_part
         connected = self._nano_batches[index].connected
-        if self._links.busy or not connected.any():
-            return float(self._clock[takes_part].max())
-        latest = np.zeros(len(connected))
-        np.maximum.at(latest, connected, np.where(takes_part, self._clock, 0.0))
-        return np.asarray(latest[connected])
+        if self._links.busy or connected.are_one:
+            return float(reached.max())
+        return connected.latest(reached)
 
     def _wait(self, key: Key) -> None:
         """Wait for a transfer, if its rows travel at all."""
@@ -353,7 +356,7 @@ def _bytes(counts: CountedPlan, rows: str, columns: tuple[str, ...]) -> FloatArr
         remote_rows = counts.with_remote
         remote_bytes = remote_rows.queries * query_bytes + remote_rows.keys * key_bytes
         return np.asarray(remote_bytes.max(axis=1), np.float64)
-    most_queries, most_keys = counts.most_of_ranks
+    most_queries, most_keys = (most[:, : counts.ranks] for most in counts.among_ranks.most)
     if rows == "queries":
         return np.asarray(most_queries * query_bytes, np.float64)
     stage_bytes = np.asarray(most_keys * (key_bytes / counts.stages), np.float64)

@@ -10,7 +10,7 @@ from hf_distca.plan.cost import RowBytes
 from hf_distca.plan.figures import RowsMoved
 from hf_distca.plan.intervals import local_tasks
 from hf_distca.planner.layout import fixed_layout
-from hf_distca.predict.counts import CountedPlan, count_plan
+from hf_distca.predict.counts import Connected, CountedPlan, count_plan
 from hf_distca.predict.seconds import (
     KernelCost,
     KindCosts,
@@ -23,6 +23,7 @@ from hf_distca.predict.seconds import (
 from hf_distca.predict.walk import LayerClocks, document_seconds, predict_step
 
 NOWHERE = np.zeros((2, 2, 2), np.int64)
+TOGETHER = Connected(np.zeros(2, np.int64))
 INSTANT = Links(LinkCost(0.0, np.inf), LinkCost(0.0, np.inf))
 NO_SECONDS = np.zeros(2)
 
@@ -42,7 +43,7 @@ def counted(
     return CountedPlan(
         *(tasks(*local), tasks(0, 0), tasks(*remote_query)),
         *(RowsMoved(queries, NOWHERE), RowsMoved(NOWHERE, NOWHERE)),
-        *(RowBytes(1, 1, 1), 1, 0, 2, False, False, np.zeros(2, np.int64)),
+        *(RowBytes(1, 1, 1), 1, 0, 2, False, False, TOGETHER),
     )
 
 
@@ -146,7 +147,7 @@ def test_a_server_begins_when_the_rows_of_all_ranks_are_there():
     moved, nothing = RowsMoved(queries, queries * 0), RowsMoved(queries * 0, queries * 0)
     plan = CountedPlan(
         *(tasks(0, 0, 0), tasks(0, 0, 0), tasks(0, 0, 4)),
-        *(nothing, moved, RowBytes(1, 1, 1), 1, 0, 2, False, False, np.zeros(2, np.int64)),
+        *(nothing, moved, RowBytes(1, 1, 1), 1, 0, 2, False, False, TOGETHER),
     )
     assert walk([plan], before=(0.0, 5.0)).seconds == 5 + 4
     # The link of the server takes both rows, one after the other, from when the first rank sends.
@@ -262,7 +263,7 @@ def test_ranks_that_share_no_documents_do_not_wait_for_each_other(connected, bus
     plan = CountedPlan(
         *(tasks(0, 0, 0, 0), tasks(0, 0, 0, 0), tasks(0, 9, 0, 1)),
         *(among_ranks, with_remote, RowBytes(1, 1, 1), 1, 0, 4, False, False),
-        np.array(connected),
+        Connected(np.array(connected)),
     )
     before = np.array([2.0, 2, 7, 7])
     walked = LayerClocks(
@@ -284,9 +285,9 @@ def local_plan(rank_lengths, ranks):
 
 def test_ranks_are_connected_by_exchanges_over_other_ranks():
     plan = local_plan([[30, 5], [5], [40], []], 8)  # over ranks 0 and 1, 2 and 3, 4 and 5
-    assert count_plan(plan, AttentionKind(), 2).connected.tolist() == [0, 0, 2, 2, 4, 4, 6, 7]
+    assert count_plan(plan, AttentionKind(), 2).connected.lowest.tolist() == [0, 0, 2, 2, 4, 4, 6, 7]
     plan.tasks["worker"][plan.tasks["worker"] == 2] = 1
-    assert count_plan(plan, AttentionKind(), 2).connected.tolist() == [0, 0, 0, 0, 4, 4, 6, 7]
+    assert count_plan(plan, AttentionKind(), 2).connected.lowest.tolist() == [0, 0, 0, 0, 4, 4, 6, 7]
 
 
 @pytest.mark.parametrize(("stage_rows", "stages"), [(7, 3), (8, 2), (16, 1), (None, 1)])
@@ -370,7 +371,7 @@ def test_rows_cross_nodes_in_the_first_hop():
     plan = CountedPlan(
         *(tasks(10, 10), tasks(0, 2), tasks(0, 0)),
         *(RowsMoved(NOWHERE, keys), RowsMoved(NOWHERE, NOWHERE)),
-        *(RowBytes(1, 1, 1), 1, 0, 2, True, False, np.zeros(2, np.int64)),
+        *(RowBytes(1, 1, 1), 1, 0, 2, True, False, TOGETHER),
     )
     links, nothing = Links(LinkCost(0.0, np.inf), LinkCost(0.0, 1.0)), [np.zeros(2)]
     walked = LayerClocks(

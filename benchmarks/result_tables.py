@@ -607,6 +607,30 @@ def pods() -> Rows:
         yield CORPORA.get(kind, kind), *ratios
 
 
+@table_of("growth")
+def growth() -> Rows:
+    """What a rank takes for its part of a micro-batch, by number of ranks."""
+    found = result("growth")
+    names = ("padded, ms", "padded, KB", "stream, ms", "routes, ms")
+    yield "ranks", "plans", *names
+    for row in found["ranks"]:
+        cells = ("" if row[name] is None else f"{row[name]:,.0f}" for name in names)
+        yield f"{row['ranks']:,}", row["plans"], *cells
+    exponents = found["exponents"]
+    yield "exponent of ranks", "pods", *(f"{exponents[name]:.2f}" for name in names)
+
+
+@table_of("growth")
+def growth_of_sampler() -> Rows:
+    """What drawing micro-batches takes for each document of a data set, by number of ranks."""
+    found = result("growth")["sampler"]
+    names = [name for name in found[0] if name != "ranks"]
+    yield "ranks", *names
+    for row in found:
+        start, epoch, memory = (row[name] for name in names)
+        yield f"{row['ranks']:,}", f"{start:.2f}", f"{epoch:.2f}", f"{memory:.0f}"
+
+
 @table_of("prefix_plans")
 def prefix_plans() -> Rows:
     found = result("prefix_plans")

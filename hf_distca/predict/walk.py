@@ -12,7 +12,6 @@ from math import ceil
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from hf_distca.plan import AttentionKind, Direction, Layout, MicroBatchPlan
 from hf_distca.plan.arrays import FloatArray, IntArray

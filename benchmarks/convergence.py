@@ -15,15 +15,14 @@ Run: OMP_NUM_THREADS=1 python benchmarks/convergence.py [--steps 1000] [--seeds 
 
 import sysconfig
 import tempfile
-from itertools import combinations
 from pathlib import Path
 from pydoc_data.topics import topics
 from random import Random
 
 import numpy as np
 from harness import options_parser, print_json, print_rows
-from harness.both_ways import PLANNED, STOCK, WAYS, Document, Step, train
-from harness.curves import curves_picture
+from harness.both_ways import PLANNED, STOCK, WAYS, Document, Step, Training, train
+from harness.curves import curves_picture, distances, smoothed
 
 TOKENS_PER_RANK = 1024
 RANKS = 2
@@ -86,20 +85,12 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         for seed in range(options.seeds):
             for way in WAYS:
-                losses = train(
-                    way, steps, VOCABULARY, seed, TOKENS_PER_RANK, Path(folder) / f"{way}{seed}"
-                )
+                training = Training(VOCABULARY, seed, TOKENS_PER_RANK)
+                losses = train(way, steps, training, Path(folder) / f"{way}{seed}")
                 curves[way].append(np.array(losses))
                 print(f"{way}, seed {seed}: {np.mean(losses[-LAST:]):.4f}", flush=True)
 
-    def distance(one: np.ndarray, other: np.ndarray) -> float:
-        return float(np.mean(np.abs(one - other)))
-
-    of_ways = [
-        distance(stock, planned)
-        for stock, planned in zip(curves[STOCK], curves[PLANNED], strict=True)
-    ]
-    of_seeds = [distance(*pair) for way in WAYS for pair in combinations(curves[way], 2)]
+    of_ways, of_seeds = distances(curves)
     ends = {way: [float(np.mean(curve[-LAST:])) for curve in curves[way]] for way in WAYS}
     compared = {"both ways, one seed": of_ways, "one way, two seeds": of_seeds}
     print_rows(
@@ -124,11 +115,7 @@ def main() -> None:
         difference_of_seeds=of_seeds,
         last_losses=ends,
         curves={
-            way: [
-                [float(x) for x in curve.reshape(-1, SMOOTHED_OVER).mean(1)]
-                for curve in curves[way]
-            ]
-            for way in WAYS
+            way: [smoothed(curve, SMOOTHED_OVER).tolist() for curve in curves[way]] for way in WAYS
         },
     )
 

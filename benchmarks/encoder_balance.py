@@ -214,7 +214,7 @@ def both(documents: Documents, chosen: NDArray[np.int64], run: RunSpec) -> dict[
     sequences = plan_sequences(SequencePaths.unshared(lengths), lengths, settings)
     images = documents.images.of_documents(chosen)
     planned = plan_images(
-        images.images, images.placeholders, sequences.rank_rows, settings.ranks, ["image"]
+        images.images, images.placeholders, sequences.rank_rows, range(settings.ranks), ["image"]
     )["image"]
     costs = encoder_costs(images.model.encoder, run.device, checkpointing=True)
     seconds = costs.seconds(images.images["patches"], images.images["pairs"])
@@ -228,7 +228,7 @@ def both(documents: Documents, chosen: NDArray[np.int64], run: RunSpec) -> dict[
     timed["cost"] = seconds
     batch = SimulatedImages(timed, images.placeholders, LAYERS * WIDTH * BFLOAT16)
     (plan,) = sequences.plans
-    step = with_encoders(step_of_plan(plan, run), plan, batch, lengths, run)
+    step = with_encoders(step_of_plan(plan, run), [plan], batch, lengths, run)
     assert step.encoder is not None
     more = found["in place"]["busiest, s"] - float(step.encoder.max())
     without_plans = {PLAIN: plain(lengths, run), WHOLE: whole_documents(lengths, run)}
@@ -236,7 +236,7 @@ def both(documents: Documents, chosen: NDArray[np.int64], run: RunSpec) -> dict[
         "hf_distca": step.seconds,
         "hf_distca, encoders in place": step.seconds + more,
         **{
-            name: with_encoders(each, None, batch, lengths, run).seconds
+            name: with_encoders(each, [], batch, lengths, run).seconds
             for name, each in without_plans.items()
         },
     }

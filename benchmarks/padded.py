@@ -212,8 +212,11 @@ def host_times(dispatcher: Dispatcher, seed: int) -> Round:
     figures["reading the mask, ms"] = time.thread_time() - begin
     dist.barrier()
     begin = time.perf_counter()
-    dispatcher.groups.all_gather_checked(
-        lambda: tuple(read.lengths.tolist()), contents="lengths of sequences"
+    dispatcher.groups.all_gather_in_pod(
+        dispatcher.pod,
+        lambda: tuple(read.lengths.tolist()),
+        lambda _: None,
+        contents="lengths of sequences",
     )
     figures["exchanging lengths, ms"] = time.perf_counter() - begin
     for ranks in PLANNED_RANKS:

@@ -39,7 +39,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -110,7 +110,7 @@ Figures = dict[str, dict[str, Any]]
 
 
 @lru_cache(maxsize=64)
-def _shapes(lengths: tuple[int, ...]) -> TaskShapes:
+def shapes_of(lengths: tuple[int, ...]) -> TaskShapes:
     return TaskShapes.build(lengths, lengths, "cpu")
 
 
@@ -127,7 +127,7 @@ def attention_of_documents(
 ) -> tuple[Tensor, None]:
     """Causal attention within each document of a packed row; positions mark the documents."""
     return attend_packed(
-        KERNEL, _shapes(document_lengths(position_ids[0])), scaling, query, key, value
+        KERNEL, shapes_of(document_lengths(position_ids[0])), scaling, query, key, value
     )
 
 
@@ -183,6 +183,10 @@ class Case:
 
     def model(self, attention: str) -> nn.Module:
         return llama(max(self.lengths), attention, **SIZES)
+
+
+Makers = dict[str, Callable[[Case, int], "Halted"]]
+"""By strategy, what makes its trainer for a case and a number of ranks."""
 
 
 def data_parallel(
@@ -270,14 +274,13 @@ def ulysses(case: Case, ranks: int, attention: str = PACKED, in_two_rows: bool =
 
 
 OURS, ULYSSES = "hf_distca", "Ulysses"
-DATA_PARALLEL: dict[str, Callable[[Case, int], "Halted"]] = {
+DATA_PARALLEL: Makers = {
     "flattened": data_parallel,
     "rebalanced": partial(data_parallel, strategy="batch_rebalance"),
     "rebalanced, padded": partial(data_parallel, strategy="batch_rebalance", padded=True),
     OURS: planned,
 }
-"""Strategies that share processes; Ulysses replaces attention in the whole process, so each
-training has its own."""
+"""Strategies that share processes."""
 
 
 class Halted(TrainerCallback):
@@ -347,9 +350,7 @@ def enter(rank: int) -> None:
     os.environ["LOCAL_RANK"] = str(rank)
 
 
-def prepare(
-    makers: dict[str, Callable[[Case, int], Halted]], cases: dict[str, Case], ranks: int
-) -> Callable[[], Figures]:
+def prepare(makers: Makers, cases: dict[str, Case], ranks: int) -> Callable[[], Figures]:
     """Make the trainers of this rank, and a round: every strategy once, in shuffled order, the same
     on all ranks.
 
@@ -392,19 +393,28 @@ def largest_difference(losses: Sequence[float], others: Sequence[float]) -> floa
     return max(abs(a / b - 1) for a, b in zip(losses, others, strict=True))
 
 
-def measure(ranks: int, rounds: int, lengths: dict[str, list[int]], folder: str) -> list[Figures]:
-    """Figures of every step of every strategy: one to warm up, the rounds, and one for memory."""
+def measure(
+    ranks: int,
+    rounds: int,
+    lengths: dict[str, list[int]],
+    folder: str,
+    processes: Sequence[tuple[Makers, Sequence[str]]],
+) -> list[Figures]:
+    """Figures of every step of every strategy: one to warm up, the rounds, and one for memory.
+
+    Args:
+        processes: strategies and mixes that share a process on each rank.
+    """
     cases = {mix: Case(of_mix, rounds + 2, folder) for mix, of_mix in lengths.items()}
     order = random.Random(0)
     with ExitStack() as stack:
         pools = [
-            stack.enter_context(Ranks(ranks, prepare, DATA_PARALLEL, cases, ranks, enter=enter))
-        ]
-        pools += [
             stack.enter_context(
-                Ranks(ranks, prepare, {ULYSSES: ulysses}, {mix: case}, ranks, enter=enter)
+                Ranks(
+                    ranks, prepare, makers, {mix: cases[mix] for mix in mixes}, ranks, enter=enter
+                )
             )
-            for mix, case in cases.items()
+            for makers, mixes in processes
         ]
         steps = []
         for _ in range(rounds + 2):
@@ -415,6 +425,56 @@ def measure(ranks: int, rounds: int, lengths: dict[str, list[int]], folder: str)
             print(".", end="", flush=True, file=sys.stderr)
     print(file=sys.stderr)
     return steps
+
+
+class Comparison:
+    """What is reported of the steps of all strategies.
+
+    Args:
+        lengths: of the documents of each mix.
+    """
+
+    def __init__(self, rounds: int, lengths: dict[str, list[int]]) -> None:
+        self._lengths = lengths
+        self._rounds: list[dict[str, float]] = [{} for _ in range(rounds)]
+        self._strategies: dict[str, dict[str, Any]] = {}
+        self._ratios: dict[str, Callable[[Round], float]] = {}
+
+    def add(self, ranks: int, names: Sequence[str], steps: Sequence[Figures]) -> None:
+        """Add the steps that so many ranks took with the strategies of these names."""
+        for mix, lengths in self._lengths.items():
+            setting = f"{ranks} ranks, {mix}"
+            ours = [each[f"{mix}, {OURS}"]["loss"] for each in steps[:-1]]
+            for strategy in names:
+                of_strategy = [each[f"{mix}, {strategy}"] for each in steps]
+                losses = [each["loss"] for each in of_strategy[:-1]]
+                self._strategies[f"{setting}, {strategy}"] = {
+                    "first_loss": f"{losses[0]:.7f}",
+                    "largest_difference_of_losses": largest_difference(losses, ours),
+                    "MiB": of_strategy[-1]["MiB"],
+                }
+                for taken, timed in zip(self._rounds, of_strategy[1:-1], strict=True):
+                    taken[f"{setting}, {strategy}, tokens/s"] = sum(lengths) / timed["seconds"]
+                    taken[f"{setting}, {strategy}, imbalance"] = timed.get("imbalance", 1.0)
+                if strategy != OURS:
+                    speeds = (f"{setting}, {each}, tokens/s" for each in (OURS, strategy))
+                    self._ratios[f"{setting}: {OURS} / {strategy}"] = over(*speeds)
+
+    def report(self, **others: object) -> None:
+        """Print what was added, and `others`."""
+        taken: list[Round] = list(self._rounds)
+        report(
+            Measured(taken),
+            self._ratios,
+            lengths=self._lengths,
+            strategies=self._strategies,
+            **others,
+        )
+
+
+def processes_of_ulysses(mixes: Iterable[str]) -> list[tuple[Makers, tuple[str, ...]]]:
+    """Ulysses replaces attention in the whole process, so each training has its own."""
+    return [({ULYSSES: ulysses}, (mix,)) for mix in mixes]
 
 
 def first_loss(case: Case, **settings: Any) -> float:
@@ -435,40 +495,16 @@ def main() -> None:
         __doc__, rounds=(6, "how many"), tokens=(TOKENS, "of a step")
     ).parse_args()
     lengths = {mix: scaled(of_mix, options.tokens) for mix, of_mix in MIXES.items()}
-    rounds: list[dict[str, float]] = [{} for _ in range(options.rounds)]
-    strategies = {}
-    ratios = {}
+    comparison = Comparison(options.rounds, lengths)
+    processes = [(DATA_PARALLEL, tuple(lengths)), *processes_of_ulysses(lengths)]
     with tempfile.TemporaryDirectory() as folder:
         case = Case(lengths["one long"], 2, folder)
         masks_dropped = first_loss(case, attention="sdpa")
         two_rows = first_loss(case, in_two_rows=True)
         for ranks in RANKS:
-            steps = measure(ranks, options.rounds, lengths, folder)
-            for mix in lengths:
-                setting = f"{ranks} ranks, {mix}"
-                ours = [each[f"{mix}, {OURS}"]["loss"] for each in steps[:-1]]
-                for strategy in (*DATA_PARALLEL, ULYSSES):
-                    of_strategy = [each[f"{mix}, {strategy}"] for each in steps]
-                    losses = [each["loss"] for each in of_strategy[:-1]]
-                    strategies[f"{setting}, {strategy}"] = {
-                        "first_loss": f"{losses[0]:.7f}",
-                        "largest_difference_of_losses": largest_difference(losses, ours),
-                        "MiB": of_strategy[-1]["MiB"],
-                    }
-                    for taken, timed in zip(rounds, of_strategy[1:-1], strict=True):
-                        taken[f"{setting}, {strategy}, tokens/s"] = (
-                            sum(lengths[mix]) / timed["seconds"]
-                        )
-                        taken[f"{setting}, {strategy}, imbalance"] = timed.get("imbalance", 1.0)
-                    if strategy != OURS:
-                        speeds = (f"{setting}, {each}, tokens/s" for each in (OURS, strategy))
-                        ratios[f"{setting}: {OURS} / {strategy}"] = over(*speeds)
-    taken_rounds: list[Round] = list(rounds)
-    report(
-        Measured(taken_rounds),
-        ratios,
-        lengths=lengths,
-        strategies=strategies,
+            steps = measure(ranks, options.rounds, lengths, folder, processes)
+            comparison.add(ranks, (*DATA_PARALLEL, ULYSSES), steps)
+    comparison.report(
         ulysses_sdpa_first_loss=f"{masks_dropped:.7f}",
         ulysses_two_rows_first_loss=f"{two_rows:.7f}",
     )

@@ -19,6 +19,8 @@ POOLS = {"rank_pools", "zero_pools"}
 
 # Before torch is imported: idle threads of one process keep cores from others.
 os.environ["OMP_NUM_THREADS"] = "1"
+# Before huggingface_hub is imported: it would ask a Hub that cannot be reached again for 23 s.
+os.environ["HF_HUB_OFFLINE"] = "1"
 
 # The time of an example shows how busy the machine is.
 settings.register_profile("hf_distca", deadline=None)

@@ -1,8 +1,10 @@
 """Ranks for tests: processes with a gloo group among them, started once and used by many tests."""
 
 import gc
+import io
 import multiprocessing
 import os
+import pickle
 import secrets
 import signal
 import socket
@@ -26,21 +28,12 @@ EARLIER_NAMES = ".gradient_checkpointing"
 PEFT alone asks for `is_gradient_checkpointing`.
 """
 PRELOADED = [
-    *(
-        "torch",
-        "transformers",
-        "datasets",
-        "deepspeed",
-        "peft",
-        "hf_distca",
-        "hf_distca.dispatch.dispatcher",
-    ),
-    *(
-        "hf_distca.kernels.cpu",
-        "hf_distca.pool.server",
-        "hf_distca.trainer.trainer",
-        "tests.models_and_batches",
-    ),
+    *("torch", "transformers", "datasets", "deepspeed", "peft"),
+    *("trl.trainer.dpo_trainer", "trl.trainer.grpo_trainer", "trl.trainer.sft_trainer"),
+    *("hf_distca", "hf_distca.dispatch.dispatcher", "hf_distca.kernels.cpu"),
+    *("hf_distca.pool.server", "hf_distca.trainer.sft", "hf_distca.trainer.preference"),
+    *("transformers.models.llama.modeling_llama", "tests.models_and_batches"),
+    *("tests.trainer.preferences", "tests.trainer.small_trainers"),
 ]
 
 
@@ -65,6 +58,14 @@ class RankPool:
             self._start()
         for connection in self._connections:
             connection.send((function, args, keeps_groups))
+        try:
+            return self._answers()
+        except BaseException:  # an answer that comes later would be that of the next run
+            self.close()
+            raise
+
+    def _answers(self) -> list[Any]:
+        """Wait for what each rank returns, by rank."""
         results: dict[int, Any] = {}
         while len(results) < self.size:
             waiting = [
@@ -74,15 +75,13 @@ class RankPool:
             ]
             ready = wait(waiting, timeout=TIMEOUT_S)
             if not ready:
-                self.close()
                 raise TimeoutError(
                     f"only ranks {sorted(results)} of {self.size} answered in {TIMEOUT_S} s"
                 )
             for connection in ready:
                 rank = self._connections.index(connection)
-                succeeded, results[rank] = connection.recv()
+                succeeded, results[rank] = _unpacked(connection.recv_bytes())
                 if not succeeded:  # the others may wait for this rank forever
-                    self.close()
                     raise AssertionError(f"rank {rank}:\n{results[rank]}")
         return [results[rank] for rank in range(self.size)]
 
@@ -129,9 +128,27 @@ def _serve(connection: Connection, rank: int, size: int, port: int) -> None:
                 for group in list(dist.distributed_c10d._world.pg_map):
                     if group is not dist.group.WORLD:
                         dist.destroy_process_group(group)
-            connection.send((True, result))
+            connection.send_bytes(_packed((True, result)))
         except Exception:
-            connection.send((False, traceback.format_exc()))
+            connection.send_bytes(_packed((False, traceback.format_exc())))
+
+
+def _packed(result: Any) -> bytes:
+    """Return the bytes of a result.
+
+    A connection by itself would send each tensor as a shared file, which takes ten times as long.
+    """
+    import torch
+
+    buffer = io.BytesIO()
+    torch.save(result, buffer, pickle_protocol=pickle.HIGHEST_PROTOCOL)
+    return buffer.getvalue()
+
+
+def _unpacked(content: bytes) -> Any:
+    import torch
+
+    return torch.load(io.BytesIO(content), weights_only=False)
 
 
 @contextmanager
@@ -193,6 +210,7 @@ def _become_rank(rank: int, size: int, port: int) -> None:
     import torch
 
     poison_unsent_numbers()
+    measure_briefly()
     warnings.filterwarnings("error", EARLIER_NAMES, FutureWarning)
     # As in a process that is launched: what a forkserver has made would make processes that import
     # everything anew.
@@ -243,6 +261,16 @@ def poison_unsent_numbers() -> None:
         return torch.full_like(host_B, POISON)
 
     rows.device_bytes = poisoned
+
+
+def measure_briefly() -> None:
+    """Let trainings of this process measure their device by as few calls as the fit of costs needs.
+
+    A training measures for most of a second, and most trainings of tests take less.
+    """
+    from hf_distca.profiling import costs, device
+
+    costs.LIMIT_S, device.REPEATS = 0.0, 1
 
 
 @contextmanager

@@ -5,7 +5,8 @@
   planned  DistCATrainer under FSDP2 with chosen plans, two nano-batches and activation
            checkpoints.
 
-Both compute in bfloat16 under autocast, with float32 weights, AdamW and a cosine schedule.
+Both compute in bfloat16 under autocast, with float32 weights, AdamW and a cosine schedule. The
+model is a LLaMA with random weights.
 """
 
 import json
@@ -13,6 +14,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -48,7 +50,6 @@ MODEL = {
     "num_key_value_heads": 2,
     "tie_word_embeddings": True,
 }
-LEARNING_RATE = 2e-3
 CLIPPED_AT = 1.0
 
 
@@ -60,15 +61,35 @@ class Document(NamedTuple):
 
 
 Step = list[Document]
+NO_DOCUMENT = Document([0], [-100])
 
 
-def small_llama(vocabulary: int, attention: str, seed: int) -> nn.Module:
-    """A LLaMA of 2 layers with random weights."""
-    torch.manual_seed(seed)
+@dataclass(frozen=True)
+class Training:
+    """What both ways have in common besides documents.
+
+    Args:
+        vocabulary: number of token ids.
+        seed: of the weights.
+        tokens_per_rank: most tokens of a rank, where they are planned.
+        model: sizes of the LLaMA.
+    """
+
+    vocabulary: int
+    seed: int
+    tokens_per_rank: int
+    model: dict[str, Any] = field(default_factory=MODEL.copy)
+    learning_rate: float = 2e-3
+    keeps_model: bool = False  # in the folder "model"
+
+
+def small_llama(training: Training, attention: str) -> nn.Module:
+    """Return the model with random weights, the same for both ways."""
+    torch.manual_seed(training.seed)
     return LlamaForCausalLM(
         LlamaConfig(
-            **MODEL,
-            vocab_size=vocabulary,
+            **training.model,
+            vocab_size=training.vocabulary,
             max_position_embeddings=8192,
             attn_implementation=attention,
             use_cache=False,
@@ -105,8 +126,10 @@ class RowOfDocuments:
 
     def __call__(self, examples: list[dict[str, list[Document]]]) -> dict[str, Tensor]:
         (example,) = examples
+        # A rank beside one document that fills the step has a row without a target.
+        documents = example["documents"] or [NO_DOCUMENT]
         flatten = DataCollatorWithFlattening()
-        return flatten([Document(*document)._asdict() for document in example["documents"]])
+        return flatten([Document(*document)._asdict() for document in documents])
 
 
 def on_ranks(step: Step) -> list[Step]:
@@ -120,14 +143,12 @@ def on_ranks(step: Step) -> list[Step]:
     return parts
 
 
-def trainer_of(
-    way: str, steps: list[Step], vocabulary: int, seed: int, tokens_per_rank: int, folder: str
-) -> Trainer:
+def trainer_of(way: str, steps: list[Step], training: Training, folder: str) -> Trainer:
     """Return the trainer of one way, with the documents of its optimizer steps in order."""
     usual: dict[str, Any] = {
         "output_dir": folder,
         "max_steps": len(steps),
-        "learning_rate": LEARNING_RATE,
+        "learning_rate": training.learning_rate,
         "lr_scheduler_type": "cosine",
         "warmup_steps": len(steps) // 20,
         "max_grad_norm": CLIPPED_AT,
@@ -140,7 +161,7 @@ def trainer_of(
         "dataloader_pin_memory": False,
         "ddp_find_unused_parameters": False,
         "train_sampling_strategy": "sequential",
-        "seed": seed,
+        "seed": training.seed,
     }
     if way == STOCK:
         args = TrainingArguments(
@@ -148,19 +169,19 @@ def trainer_of(
         )
         rows = [{"documents": part} for step in steps for part in on_ranks(step)]
         return Trainer(
-            model=small_llama(vocabulary, PACKED, seed),
+            model=small_llama(training, PACKED),
             args=args,
             train_dataset=rows,
             data_collator=RowOfDocuments(),
         )
     planned = hf_distca.DistCATrainingArguments(
         **usual,
-        tokens_per_rank=tokens_per_rank,
+        tokens_per_rank=training.tokens_per_rank,
         gradient_checkpointing=True,
         planning={"ping_pong": True},
     )
     return hf_distca.DistCATrainer(
-        model=small_llama(vocabulary, "distca", seed),
+        model=small_llama(training, "distca"),
         args=planned,
         train_dataset=[document._asdict() for step in steps for document in step],
     )
@@ -169,32 +190,29 @@ def trainer_of(
 def train_rank(folder: Path) -> None:
     """Train what the folder describes on this rank; rank 0 keeps the losses there."""
     torch.set_num_threads(1)
-    way, given, *others = json.loads((folder / "training.json").read_text())
+    way, given, described = json.loads((folder / "training.json").read_text())
     steps = [[Document(*document) for document in step] for step in given]
-    trainer = trainer_of(way, steps, *others, str(folder))
+    training = Training(**described)
+    trainer = trainer_of(way, steps, training, str(folder))
     trainer.remove_callback(PrinterCallback)
     trainer.train()
+    if training.keeps_model:
+        trainer.save_model(str(folder / "model"))
     if trainer.is_world_process_zero():
         losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
         (folder / "losses.json").write_text(json.dumps(losses))
 
 
-def train(
-    way: str, steps: list[Step], vocabulary: int, seed: int, tokens_per_rank: int, folder: Path
-) -> list[float]:
+def train(way: str, steps: list[Step], training: Training, folder: Path) -> list[float]:
     """Launch a training, and return the loss of each step.
 
     Args:
         way: "stock" or "planned".
         steps: documents of each optimizer step.
-        vocabulary: number of token ids.
-        seed: of the weights.
-        tokens_per_rank: most tokens of a rank, where they are planned.
         folder: an empty one.
     """
     folder.mkdir(parents=True)
-    described = (way, steps, vocabulary, seed, tokens_per_rank)
-    (folder / "training.json").write_text(json.dumps(described))
+    (folder / "training.json").write_text(json.dumps((way, steps, asdict(training))))
     paths = os.pathsep.join([str(BENCHMARKS), os.environ.get("PYTHONPATH", "")])
     on_cpu = {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
     environment = {**os.environ, **on_cpu, "PYTHONPATH": paths}

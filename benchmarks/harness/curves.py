@@ -1,7 +1,7 @@
-"""A picture of curves: one line for each, two colours, an axis of steps."""
+"""Curves of two ways by seed: their distances, and a picture with a line for each."""
 
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
+from itertools import combinations, pairwise
 
 import numpy as np
 
@@ -16,6 +16,27 @@ STYLES = """<style>
 </style>"""
 
 
+def distances(curves: Mapping[str, Sequence[np.ndarray]]) -> tuple[list[float], list[float]]:
+    """Return mean absolute differences: of both ways for each seed, and of any two seeds of a way.
+
+    Args:
+        curves: for each of two ways, [steps] values of each seed.
+    """
+
+    def distance(one: np.ndarray, other: np.ndarray) -> float:
+        return float(np.mean(np.abs(one - other)))
+
+    of_ways = [distance(*pair) for pair in zip(*curves.values(), strict=True)]
+    of_seeds = [distance(*pair) for way in curves.values() for pair in combinations(way, 2)]
+    return of_ways, of_seeds
+
+
+def smoothed(curve: np.ndarray, over: int) -> np.ndarray:
+    """Return the means of so many steps each."""
+    means: np.ndarray = curve.reshape(-1, over).mean(1)
+    return means
+
+
 def curves_picture(
     title: str, curves: Mapping[str, Sequence[np.ndarray]], smoothed_over: int
 ) -> str:
@@ -27,8 +48,7 @@ def curves_picture(
     """
     drawing = Drawing(WIDTH, HEIGHT)
     points = {
-        way: [curve.reshape(-1, smoothed_over).mean(1) for curve in of_way]
-        for way, of_way in curves.items()
+        way: [smoothed(curve, smoothed_over) for curve in of_way] for way, of_way in curves.items()
     }
     values = np.concatenate([curve for of_way in points.values() for curve in of_way])
     lowest, highest = np.floor(values.min() * 2) / 2, np.ceil(values.max() * 2) / 2

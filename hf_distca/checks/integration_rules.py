@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+from hf_distca.checks.launch_rules import PLACED
 from hf_distca.checks.refusal import Refusal, Rule
 
 PREFERENCES = (None, False, "", "dpo", "ipo")
@@ -71,7 +72,7 @@ SWIFT: tuple[Rule, ...] = (
     ),
     Rule(
         "sequence_parallel_size={0[template].sequence_parallel_size} divides documents among ranks",
-        "plans already divide a document of up to ranks * tokens_per_rank tokens among ranks",
+        PLACED,
         "leave --sequence_parallel_size out",
         lambda given: given["template"].sequence_parallel_size > 1,
     ),

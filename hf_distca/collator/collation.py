@@ -106,13 +106,10 @@ class RankDocuments(Dataset[PlannedDocuments]):
         if micro_batch.costs is not None:
             settings = replace(settings, costs=micro_batch.costs)
         paths = self._paths(micro_batch) or SequencePaths.unshared(lengths)
-        # Images travel between all ranks, which then plan together.
-        rank = self.rank if self.images is None else None
-        sequences = plan_sequences(paths, lengths, settings, rank=rank)
+        sequences = plan_sequences(paths, lengths, settings, rank=self.rank)
         images = None
         if self.images is not None:
-            images = self.images.of_documents(spans["document"])
-            sequences = self._with_images(sequences, images)
+            sequences, images = self._with_images(self.images, sequences, spans["document"])
         # 2. Read the documents of which this rank holds rows, or encodes images.
         used = on_rank(sequences.rank_rows, self.rank)["sequence"]
         used = used[used != NO_SEQUENCE]
@@ -155,18 +152,28 @@ class RankDocuments(Dataset[PlannedDocuments]):
             return dict(zip(indices, self.dataset.__getitems__(indices), strict=True))
         return {index: self.dataset[index] for index in indices}
 
-    def _with_images(self, sequences: PlannedSequences, images: DocumentImages) -> PlannedSequences:
-        """Return a planned micro-batch with the ranks that encode its images."""
-        planned = plan_images(
-            images.images,
-            images.placeholders,
-            sequences.rank_rows,
-            self.settings.ranks,
-            [modality.name for modality in images.model.modalities],
-            images.always,
-        )
+    def _with_images(
+        self, images: DocumentImages, sequences: PlannedSequences, documents: IntArray
+    ) -> tuple[PlannedSequences, DocumentImages]:
+        """Return a planned micro-batch with the ranks that encode its images, and the images.
+
+        With pods the images are those of the documents of the rank's pod.
+
+        Args:
+            documents: [spans] document of each span of the micro-batch.
+        """
         (plan,) = sequences.plans
-        return replace(sequences, plans=(replace(plan, images=planned),))
+        always = images.always
+        if len(plan.ranks) < self.settings.ranks:
+            # Every rank runs the encoders that any rank runs.
+            always |= images.of_documents(documents).modalities
+        held = sequences.rank_rows["sequence"]
+        own = images.of_documents(documents, np.unique(held[held != NO_SEQUENCE]))
+        modalities = [modality.name for modality in images.model.modalities]
+        planned = plan_images(
+            own.images, own.placeholders, sequences.rank_rows, plan.ranks, modalities, always
+        )
+        return replace(sequences, plans=(replace(plan, images=planned),)), own
 
     def _paths(self, micro_batch: GlobalMicroBatch) -> SequencePaths | None:
         """Return the paths of a micro-batch's spans; None if the spans share no row."""

@@ -404,7 +404,8 @@ def check_targets(
         used_columns = columns.used(dataset.column_names, name)
         dataset = dataset.select_columns(used_columns).with_format("numpy")
     is_cut = False
-    for index, start, stop, end in spans.tolist():
+    for span in spans:  # the first spans alone, as a rule: a list of all takes long
+        index, start, stop, end = span.item()
         _, targets = token_document(dataset[index], f"document {index} of {name}", columns)
         is_cut |= end < len(targets)
         # The last token of a document predicts nothing, and a token that truncation dropped is no

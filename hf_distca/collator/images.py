@@ -19,6 +19,7 @@ from hf_distca.collator.documents import Columns, check_dataset, is_stored, toke
 from hf_distca.collator.picture_sizes import collator_of_sizes, with_blank_pictures
 from hf_distca.plan import PlannedImages
 from hf_distca.plan.arrays import IntArray, Table
+from hf_distca.plan.intervals import expand
 from hf_distca.planner.images import IMAGE, PLACEHOLDERS, joined_images
 
 TOKEN_COLUMNS = ("input_ids", "labels", "attention_mask")
@@ -62,18 +63,27 @@ class DocumentImages:
         numbers = np.unique(self.images["modality"]).tolist()
         return frozenset(self.model.modalities[number].name for number in numbers)
 
-    def of_documents(self, documents: IntArray) -> "DocumentImages":
-        """Return the images of some documents, which get new numbers: their order here."""
-        parts: list[tuple[Table, Table]] = []
-        for number, document in enumerate(documents.tolist()):
-            first, last = np.searchsorted(self.images["document"], [document, document + 1])
-            own = self.images[first:last].copy()
-            own["document"] = number
-            begin, end = np.searchsorted(self._documents_of_placeholders, [document, document + 1])
-            runs = self.placeholders[begin:end].copy()
-            runs["image"] -= first
-            parts.append((own, runs))
-        return DocumentImages(self.model, *joined_images(parts), self.always)
+    def of_documents(
+        self, documents: IntArray, numbers: IntArray | None = None
+    ) -> "DocumentImages":
+        """Return the images of some documents, whose number is their place in `documents`.
+
+        Args:
+            numbers: places of the documents, in ascending order; None for all.
+        """
+        if numbers is None:
+            numbers = np.arange(len(documents))
+        chosen = documents[numbers]
+        # 1. Images of each document, one document after another.
+        firsts, counts = _entries_of(self.images["document"], chosen)
+        images = self.images.take(expand(firsts, counts))
+        images["document"] = np.repeat(numbers, counts)
+        # 2. Placeholders of each document, with the new numbers of their images.
+        begins, runs_of_documents = _entries_of(self._documents_of_placeholders, chosen)
+        placeholders = self.placeholders.take(expand(begins, runs_of_documents))
+        moved = np.cumsum(counts) - counts - firsts
+        placeholders["image"] += np.repeat(moved, runs_of_documents)
+        return DocumentImages(self.model, images, placeholders, self.always)
 
     def check_whole(
         self, spans: Table, lengths: IntArray, name: str, limit: str, capacity: int
@@ -114,6 +124,16 @@ class DocumentImages:
     @cached_property
     def _documents_of_placeholders(self) -> IntArray:
         return np.asarray(self.images["document"][self.placeholders["image"]])
+
+
+def _entries_of(documents_of_entries: IntArray, documents: IntArray) -> tuple[IntArray, IntArray]:
+    """Return the first entry and the number of entries of each document.
+
+    Args:
+        documents_of_entries: [entries] in ascending order.
+    """
+    firsts = np.searchsorted(documents_of_entries, documents)
+    return firsts, np.searchsorted(documents_of_entries, documents, side="right") - firsts
 
 
 def may_have_images(dataset: Any, model: ImageModel) -> bool:

@@ -14,6 +14,7 @@ from hf_distca.collator.documents import A_DATASET
 from hf_distca.plan.arrays import IntArray, Table
 from hf_distca.plan.intervals import expand
 from hf_distca.planner.bin_packing import (
+    fits_evenly,
     largest_first,
     pack_in_order,
     place_evenly,
@@ -153,7 +154,7 @@ class GlobalBatchSampler(Sampler[list[GlobalMicroBatch]]):
         self._prefixes = prefixes
         # A prefix tree is drawn as a whole: the rows of each tree, and the tree of each span.
         self._lengths = lengths
-        self._trees = np.arange(len(spans))
+        self._trees: IntArray | None = None  # each span is a tree of its own
         if not shuffle:
             numbered = zip(lengths.tolist(), range(len(spans)), strict=True)
             filled_bins = list(pack_in_order(numbered, capacity))
@@ -170,7 +171,7 @@ class GlobalBatchSampler(Sampler[list[GlobalMicroBatch]]):
         longest_first = largest_first(lengths)
         fewest = -(-int(lengths.sum()) // (capacity * bins))
         self._batches = min(fewest + fewest // SPARE_BATCHES, len(lengths))
-        if place_evenly(lengths, longest_first, self._batches * bins, capacity) is None:
+        if not fits_evenly(lengths, longest_first, self._batches * bins, capacity):
             # Few documents per bin: even filling leaves no room for the last ones.
             last_bin = int(place_tightly(lengths, longest_first, capacity).max())
             self._batches = last_bin // bins + 1
@@ -202,6 +203,9 @@ class GlobalBatchSampler(Sampler[list[GlobalMicroBatch]]):
         if not self.shuffle:
             yield from self._in_order
             return
+        if self._trees is None:
+            yield from self._shuffled()
+            return
         order = np.argsort(self._trees, kind="stable")
         counts = np.bincount(self._trees)
         firsts = np.cumsum(counts) - counts
@@ -212,7 +216,7 @@ class GlobalBatchSampler(Sampler[list[GlobalMicroBatch]]):
         """Return the prefix trees of a micro-batch's spans."""
         if self._prefixes is None:
             return None
-        if self.shuffle:
+        if self._trees is not None:
             return self._trees[batch]
         if self.bins > 1:  # a tree may have spans of several bins
             return None
@@ -228,12 +232,12 @@ class GlobalBatchSampler(Sampler[list[GlobalMicroBatch]]):
         #    Length = mantissa · 2^exponent, the mantissa in [0.5, 1): exact, so that different
         #    processors agree.
         mantissa, exponent = np.frexp(lengths)
-        classes = [
+        classes = (
             exponent * count + np.floor((2 * mantissa - 1) * count).astype(np.int64)
             for count in CLASSES_PER_OCTAVE
-        ]
+        )
         # 2. Place longer classes first. Finer classes are less random, but fit more often.
-        for sizes in (*classes, lengths):
+        for sizes in chain(classes, (lengths,)):
             order = largest_first(sizes)  # equal sizes are still in random order
             bin_of_tree = place_evenly(lengths, order, self._batches * self.bins, self.capacity)
             if bin_of_tree is not None:

@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Sequence
 from dataclasses import fields, replace
-from itertools import chain
+from itertools import chain, zip_longest
 from typing import Any
 
 import torch
@@ -96,13 +96,28 @@ class Dispatcher:
             if difference := first_difference(settings_of_ranks):
                 name, by_rank = difference
                 raise Run.DIFFERENT_ARGUMENTS.error(name=name, by_rank=by_rank)
-        self.groups.connect_nodes(settings.nodes)
         self.groups.connect_pods(pods_around(settings, self.groups.rank))
+        self.groups.connect_nodes(settings.nodes)
         self.exchange = Exchange(self.groups)
 
     def choose_by(self, costs: StepCosts | None) -> None:
         """Plan micro-batches by these costs from now on; every rank gives the same."""
         self.settings = replace(self.settings, costs=costs)
+
+    @property
+    def pod(self) -> range:
+        """Ranks that plan together what lies on them: the smallest pod of this rank.
+
+        Without costs these are all ranks.
+        """
+        has_costs = self.settings.costs is not None
+        return self.groups.block if has_costs else range(self.settings.ranks)
+
+    @property
+    def settings_of_pod(self) -> PlanSettings:
+        """Settings of plans of the ranks in `pod`."""
+        has_pods = len(self.pod) < self.settings.ranks
+        return self.settings.of_pod(self.pod) if has_pods else self.settings
 
     def costs(self) -> StepCosts | None:
         """Return the costs by which micro-batches are planned.
@@ -154,7 +169,7 @@ class Dispatcher:
         )
         bound = BoundPlan(plan, self.groups.rank, runtime)
         for modality, images in (plan.images or {}).items():
-            bound.images[modality] = BoundImages(images, self.groups, self.device)
+            bound.images[modality] = BoundImages(images, self.groups, ranks, self.device)
         return bound
 
     def plan_lengths(
@@ -162,7 +177,8 @@ class Dispatcher:
     ) -> list[MicroBatchPlan]:
         """Plan micro-batches from the lengths of the documents on this rank.
 
-        Tokens stay on their rank.
+        Tokens stay on their rank. Ranks of a pod plan together, and all pods have equally many
+        micro-batches.
 
         A collective call. A rank without documents in a micro-batch takes part with a single row
         without a target: models cannot run on zero rows.
@@ -172,17 +188,28 @@ class Dispatcher:
                 of its rows.
             at_least: Least number of plans, also if no rank has a micro-batch.
         """
-        gathered = self.groups.all_gather(
-            [list(map(int, lengths)) for lengths in micro_batches], contents="lengths of documents"
+        own = [list(map(int, lengths)) for lengths in micro_batches]
+        gathered = self.groups.all_gather_in_pod(
+            self.pod, lambda: own, _tokens_of_micro_batches, contents="lengths of documents"
         )
-        count = max(map(len, gathered))
+        count = max(at_least, *map(len, gathered.of_pods))
         plans = []
-        for index in range(max(count, at_least)):
-            lengths_of_ranks = [rank[index] if index < len(rank) else [] for rank in gathered]
+        for index in range(count):
+            lengths_of_ranks = [
+                rank[index] if index < len(rank) else [] for rank in gathered.values
+            ]
             # A rank without a batch computes a `filler_batch`, which has one token.
             filled = [lengths or [1] for lengths in lengths_of_ranks]
-            plan = plan_placed(filled, self.settings)
-            plans.append(replace(plan, fillers=lengths_of_ranks.count([])))
+            plan = replace(
+                plan_placed(filled, self.settings_of_pod),
+                fillers=lengths_of_ranks.count([]),
+                first_rank=self.pod.start,
+                rows_of_other_pods=sum(
+                    sum(tokens[index : index + 1]) for tokens in gathered.of_pods
+                )
+                - sum(gathered.own[index : index + 1]),
+            )
+            plans.append(plan)
         return plans
 
     def plan_batches(
@@ -232,3 +259,9 @@ class Dispatcher:
         Return what `model(**batch)` takes.
         """
         return {**batch, PLAN_KEY: self.bind(batch[PLAN_KEY])}
+
+
+def _tokens_of_micro_batches(lengths_of_ranks: Sequence[Sequence[Sequence[int]]]) -> list[int]:
+    """Return the tokens of each micro-batch, from the lengths of each rank's documents in each."""
+    of_ranks = [[sum(lengths) for lengths in rank] for rank in lengths_of_ranks]
+    return [sum(tokens) for tokens in zip_longest(*of_ranks, fillvalue=0)]

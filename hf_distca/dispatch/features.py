@@ -16,17 +16,19 @@ from hf_distca.plan.images import feature_route, travelling_rows
 
 
 class BoundImages:
-    """Planned images of one modality, bound to a rank.
+    """Planned images of one modality, bound to a rank of a pod.
 
     Attributes:
         encoded_rows: Rows of features that the rank encodes.
         placeholders: Placeholders that the rank holds.
     """
 
-    def __init__(self, planned: PlannedImages, groups: Groups, device: torch.device) -> None:
+    def __init__(
+        self, planned: PlannedImages, groups: Groups, pod: range, device: torch.device
+    ) -> None:
         self._groups = groups
-        route = feature_route(planned, groups.rank, groups.ranks)
-        self._crosses = travelling_rows(planned) > 0  # the same on every rank
+        route = feature_route(planned, groups.rank, pod)
+        self._crosses = travelling_rows(planned) > 0  # the same on every rank of the pod
         self._sent = torch.from_numpy(route.sent).to(device, non_blocking=True)
         self._placed = torch.from_numpy(route.placed).to(device, non_blocking=True)
         self._sent_counts: list[int] = route.sent_counts.tolist()

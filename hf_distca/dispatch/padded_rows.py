@@ -1,9 +1,10 @@
 """Padded batches as planned micro-batches: where rows of sequences go, and how they travel.
 
 Each rank has a padded batch of B sequences. The sequences of all ranks are the documents of one or
-several planned micro-batches. Sequences with equal prefixes form a prefix tree, whose branches are
-documents. Tokens travel to the ranks that the plans name. The model's result of a row travels back
-to every sequence that has the row.
+several planned micro-batches. Thousands of ranks plan in pods: a sequence stays in the smallest pod
+of its rank, and all pods run equally many micro-batches. Sequences with equal prefixes form a
+prefix tree, whose branches are documents. Tokens travel to the ranks that the plans name. The
+model's result of a row travels back to every sequence that has the row.
 
 Shape suffixes: B sequences of this rank, L columns of its padded batch, F = B · L rows of the
 padded batch; N rows of all micro-batches that this rank holds; C integers of each token.
@@ -28,9 +29,18 @@ from hf_distca.dispatch.process_groups import Groups
 from hf_distca.plan.arrays import IntArray, Table
 from hf_distca.plan.intervals import expand, rounds_of, row_counts
 from hf_distca.planner.given_images import GivenImages
-from hf_distca.planner.padding import NO_RANK, PlannedPadding, plan_padded
+from hf_distca.planner.padding import (
+    ALL_RANKS,
+    NO_RANK,
+    PlannedPadding,
+    PodNeeds,
+    PodShare,
+    plan_padded,
+    pod_needs,
+)
 from hf_distca.planner.prefixes import Hashes, hashes_of
 from hf_distca.planner.sequences import on_rank
+from hf_distca.planner.settings import PlanSettings
 
 PLANS_KEPT = 16
 """Least number of plans that are kept: a reference model, or another pass over rollouts, has the
@@ -150,8 +160,8 @@ class _Route:
 
     padded_rows: Tensor  # rows of the padded batch, by the rank that they go to
     rank_rows: Tensor  # rows that this rank holds, by the rank that they come from
-    sent: list[int]  # [ranks] padded rows that go to each rank
-    received: list[int]  # [ranks] rows that come from each rank
+    sent: list[int]  # [ranks of the pod] padded rows that go to each rank
+    received: list[int]  # [ranks of the pod] rows that come from each rank
 
 
 class RowTravel:
@@ -161,7 +171,7 @@ class RowTravel:
     Rows of padding do not travel, and no row of a batch travels to a filler: both are 0.
 
     Args:
-        planned: plans of the sequences of all ranks.
+        planned: plans of the sequences of all ranks of the pod.
         sequences_of_rank: sequences of this rank's padded batch.
         shape: [B, L] of this rank's padded batch.
     """
@@ -179,10 +189,11 @@ class RowTravel:
         self._sequences = sequences_of_rank
         self._device = device
         sequences = planned.sequences
+        self._pod = sequences.plans[0].ranks
         rank_rows = planned.travelling(sequences.rank_rows)
         sequence_tokens = planned.travelling(sequences.sequence_tokens)
-        # Whether any row travels to another rank: the same on every rank. Each row of `rank_rows`
-        # is among `sequence_tokens`.
+        # Whether any row travels to another rank: the same on every rank of the pod. Each row of
+        # `rank_rows` is among `sequence_tokens`.
         self._crosses = bool(np.any(sequence_tokens["source"] != sequence_tokens["rank"]))
         entries = on_rank(rank_rows, groups.rank)
         rows = row_counts(entries)
@@ -199,18 +210,17 @@ class RowTravel:
 
     def _route(self, rows: Table) -> _Route:
         """Return the route of rows of dtype TRAVELLING: both ends number them in this order."""
-        ranks = self._groups.ranks
         columns = self.shape[1]
         # 1. Rows that leave this rank's padded batch.
         leaving = rows.compress(rows["source"] == self._groups.rank)
         index = leaving["index"]
         first_rows = index * columns + self._sequences.firsts[index] + leaving["start"]
-        sent = _counts(leaving["rank"], row_counts(leaving), ranks)
+        sent = _counts(leaving["rank"], row_counts(leaving), self._pod)
         padded_rows = expand(first_rows, row_counts(leaving))
 
         # 2. Rows that arrive among the rows which this rank computes.
         arriving = self._arriving(rows)
-        received = _counts(arriving["source"], row_counts(arriving), ranks)
+        received = _counts(arriving["source"], row_counts(arriving), self._pod)
         rank_rows = expand(arriving["offset"], row_counts(arriving))
         return _Route(
             torch.from_numpy(padded_rows).to(self._device, non_blocking=True),
@@ -284,10 +294,9 @@ class RowTravel:
         return self._groups.exchange_rows(rows, sent, received, name)
 
 
-def _counts(ranks: IntArray, rows: IntArray, number_of_ranks: int) -> list[int]:
-    counts: list[int] = (
-        np.bincount(ranks, weights=rows, minlength=number_of_ranks).astype(int).tolist()
-    )
+def _counts(ranks: IntArray, rows: IntArray, pod: range) -> list[int]:
+    """Return [ranks of the pod] the rows of each rank."""
+    counts: list[int] = np.bincount(ranks - pod.start, rows, len(pod)).astype(int).tolist()
     return counts
 
 
@@ -315,10 +324,12 @@ class PackedBatch:
     Attributes:
         micro_batches: of each, the inputs of the model by name, [1, rows] int64 and those of
             encoders, and its bound plan.
+        most_rows: rows of all micro-batches in the pod with the most rows.
     """
 
     micro_batches: list[tuple[dict[str, Tensor], BoundPlan]]
     travel: RowTravel
+    most_rows: int
 
     def returned(self, outputs: Sequence[Sequence[Tensor]]) -> list[Tensor]:
         """Return outputs of the model as rows [F, ...] of the padded batch; rows of padding are 0.
@@ -331,6 +342,12 @@ class PackedBatch:
         ]
         return_to_batch: Any = _ReturnToBatch.apply
         return list(return_to_batch(self.travel, *rows_of_rank))
+
+
+_Key = tuple[tuple[SequenceSummary, ...], PodShare, bool]
+_Arguments = tuple[
+    list[tuple[int, ...]], PlanSettings, list[tuple[Hashes, ...]] | None, list[GivenImages]
+]
 
 
 class OneMicroBatch(NamedTuple):
@@ -371,8 +388,9 @@ class PaddedBatches:
         self.dispatcher = dispatcher
         self._count = count
         self._at_once = at_once
-        # By lengths and hashes, and by whether there will be a backward; the latest last.
-        self._plans: dict[tuple[tuple[SequenceSummary, ...], bool], Future[PlannedPadding]] = {}
+        # By lengths and hashes, by what other pods need, and by whether there will be a backward;
+        # the latest last.
+        self._plans: dict[_Key, Future[PlannedPadding]] = {}
         self._plans_kept = PLANS_KEPT
         self._settings = dispatcher.settings  # of those plans
         self._planner = ThreadPoolExecutor(1, "planner of padded batches")
@@ -392,15 +410,14 @@ class PaddedBatches:
         Raises:
             ValueError: A rank's batch cannot be packed; on every rank.
         """
-        batches_of_ranks = self.dispatcher.groups.all_gather_checked(
+        batches = self._gathered(
             lambda: [self._sequences(batch).summary for batch in read_batches()],
             contents="lengths of sequences of later batches",
         )
-        batches = list(zip(*batches_of_ranks, strict=True))
         # The same sequences may be planned with and without a backward.
         self._plans_kept = max(self._plans_kept, 2 * len(batches))
-        for sequences_of_ranks in batches:
-            self._planned(sequences_of_ranks)
+        for sequences_of_ranks, share in batches:
+            self._planned(sequences_of_ranks, share)
 
     def pack(self, read_batch: Callable[[], PaddedBatch]) -> PackedBatch:
         """Pack the padded batches of all ranks. A collective call.
@@ -411,20 +428,18 @@ class PaddedBatches:
         Raises:
             ValueError: A rank's batch cannot be packed; on every rank.
         """
-        # 1. Plan the sequences of all ranks.
+        # 1. Plan the sequences of all ranks of the pod.
         groups = self.dispatcher.groups
         batch_of_rank: list[tuple[PaddedBatch, Sequences]] = []
 
-        def lengths_and_hashes() -> SequenceSummary:
+        def lengths_and_hashes() -> list[SequenceSummary]:
             batch = read_batch()
             sequences = self._sequences(batch)
             batch_of_rank.append((batch, sequences))
-            return sequences.summary
+            return [sequences.summary]
 
-        sequences_of_ranks = groups.all_gather_checked(
-            lengths_and_hashes, contents="lengths of sequences"
-        )
-        planned = self._planned(tuple(sequences_of_ranks)).result()
+        (gathered,) = self._gathered(lengths_and_hashes, contents="lengths of sequences")
+        planned = self._planned(*gathered).result()
         ((batch, sequences),) = batch_of_rank
         # 2. Send the columns of the padded batch to the ranks that compute their rows.
         travel = RowTravel(planned, sequences, batch.mask.shape, groups, batch.mask.device)
@@ -439,7 +454,7 @@ class PaddedBatches:
                 encoded = planned.images[number]
                 inputs |= batch.images.inputs(encoded, plan.images, batch.mask.device)
             micro_batches.append((inputs, self.dispatcher.bind(plan)))
-        return PackedBatch(micro_batches, travel)
+        return PackedBatch(micro_batches, travel, planned.most_rows)
 
     def see_trained(self, packed: PackedBatch) -> None:
         """See a batch that a model is about to train on.
@@ -447,12 +462,11 @@ class PaddedBatches:
         Raises:
             ValueError: It must be one micro-batch and is not; on every rank.
         """
-        plans = [bound.plan for _, bound in packed.micro_batches]
-        if self._at_once is not None and len(plans) > 1:
-            tokens = sum(int(plan.tokens.sum()) - plan.fillers for plan in plans)
-            limit = self.dispatcher.settings.capacity
+        if self._at_once is not None and len(packed.micro_batches) > 1:
             raise Batch.SEVERAL_MICRO_BATCHES.error(
-                tokens=tokens, limit=limit, **self._at_once._asdict()
+                tokens=packed.most_rows,
+                limit=self.dispatcher.settings_of_pod.capacity,
+                **self._at_once._asdict(),
             )
         if self._count is not None:
             self._count(packed)
@@ -460,28 +474,71 @@ class PaddedBatches:
     def _sequences(self, batch: PaddedBatch) -> Sequences:
         return read_sequences(batch, self.dispatcher.limits, share_prefixes=self._share_prefixes)
 
-    def _planned(self, sequences_of_ranks: tuple[SequenceSummary, ...]) -> Future[PlannedPadding]:
-        """Return the plans for sequences, which a thread makes if they are new."""
+    def _gathered(
+        self, make: Callable[[], list[SequenceSummary]], *, contents: str
+    ) -> list[tuple[tuple[SequenceSummary, ...], PodShare]]:
+        """Return the sequences of all ranks of the pod, and its share. A collective.
+
+        Args:
+            make: returns the sequences of this rank's batches, as many as on every rank.
+
+        Returns:
+            Both of each batch.
+        """
+        dispatcher = self.dispatcher
+        pod = dispatcher.pod
+        if len(pod) == dispatcher.settings.ranks:
+            of_ranks = dispatcher.groups.all_gather_in_pod(
+                pod, make, lambda _: None, contents=contents
+            )
+            return [(batch, ALL_RANKS) for batch in zip(*of_ranks.values, strict=True)]
+        settings = dispatcher.settings_of_pod
+
+        def needs(of_ranks: list[list[SequenceSummary]]) -> list[PodNeeds]:
+            batches = zip(*of_ranks, strict=True)
+            return [pod_needs(*self._arguments(batch, settings)) for batch in batches]
+
+        gathered = dispatcher.groups.all_gather_in_pod(pod, make, needs, contents=contents)
+        shares = (
+            PodShare.of(pod.start, own, of_pods)
+            for own, of_pods in zip(gathered.own, zip(*gathered.of_pods, strict=True), strict=True)
+        )
+        return list(zip(zip(*gathered.values, strict=True), shares, strict=True))
+
+    def _planned(
+        self, sequences_of_ranks: tuple[SequenceSummary, ...], share: PodShare
+    ) -> Future[PlannedPadding]:
+        """Return the plans for sequences, which a thread makes if they are new.
+
+        Args:
+            sequences_of_ranks: of each rank of the pod.
+            share: of the pod.
+        """
         # New costs make all plans old ones.
         if self._settings is not self.dispatcher.settings:
             self._plans.clear()
             self._settings = self.dispatcher.settings
         has_backward = torch.is_grad_enabled()
-        settings = self._settings
+        settings = self.dispatcher.settings_of_pod
         if settings.costs is not None and not has_backward:
             settings = replace(settings, costs=settings.costs.forward_only())
         # A plan that is used again becomes the newest; the oldest is dropped.
-        key = sequences_of_ranks, has_backward or settings.costs is None
+        key = sequences_of_ranks, share, has_backward or settings.costs is None
         planned = self._plans.pop(key, None)
         if planned is None:
-            lengths = [lengths for lengths, _, _ in sequences_of_ranks]
-            hashes = [hashes for _, hashes, _ in sequences_of_ranks if hashes is not None]
-            images = [images for _, _, images in sequences_of_ranks if images is not None]
-            hashes_of_ranks = hashes if self._share_prefixes else None
             planned = self._planner.submit(
-                plan_padded, lengths, settings, hashes_of_ranks, images, self._always
+                plan_padded, *self._arguments(sequences_of_ranks, settings), self._always, share
             )
         self._plans[key] = planned
         if len(self._plans) > self._plans_kept:
             del self._plans[next(iter(self._plans))]
         return planned
+
+    def _arguments(
+        self, sequences_of_ranks: tuple[SequenceSummary, ...], settings: PlanSettings
+    ) -> _Arguments:
+        """Return lengths, settings, hashes and images, as `plan_padded` takes them."""
+        lengths = [lengths for lengths, _, _ in sequences_of_ranks]
+        hashes = [hashes for _, hashes, _ in sequences_of_ranks if hashes is not None]
+        images = [images for _, _, images in sequences_of_ranks if images is not None]
+        return lengths, settings, hashes if self._share_prefixes else None, images

@@ -10,10 +10,11 @@ import os
 import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from itertools import groupby
-from typing import Any, NamedTuple, TypeVar
+from itertools import chain, groupby
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -22,6 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from hf_distca.checks.launch_rules import SHARED_GPU
 from hf_distca.checks.refusal import RefusedError, SentenceError, told
+from hf_distca.dispatch.control_levels import ControlLevels, objects_of_ranks
 from hf_distca.dispatch.waits import Waits
 from hf_distca.units import counted
 
@@ -37,6 +39,7 @@ Overlap"); `make gpu` measures it.
 ERRORS_OF_INPUT = (ValueError, TypeError, ImportError, OSError)
 """Errors of a rank's input, which every rank raises together."""
 Value = TypeVar("Value")
+Summary = TypeVar("Summary")
 RankMesh = DeviceMesh | dist.ProcessGroup
 """Ranks that train together, as a one-dimensional mesh or as a group."""
 
@@ -58,8 +61,8 @@ def mesh_ranks(mesh: RankMesh | None) -> list[int]:
 class Groups:
     """Groups of the ranks that train together: one for tensors, one for control messages.
 
-    Creating the groups is a collective of the world. All pairs of ranks are connected here: no
-    layer waits for a connection, and unreachable ranks fail here.
+    Creating the groups is a collective of the world. `connect_pods` connects pairs of ranks: no
+    layer waits for a connection, and unreachable ranks fail there.
 
     Args:
         timeout_s: limit of every wait for other ranks; an exchange with a silent peer then fails.
@@ -75,6 +78,7 @@ class Groups:
         world = (dist.get_rank(), dist.get_world_size()) if in_world() else (0, 1)
         self.rank = self.members.index(world[0])
         self.ranks = len(self.members)
+        self.block = range(self.ranks)  # ranks of the smallest pod of this rank
         self.exchange: dist.ProcessGroup | None = None  # of all ranks of the mesh
         # Of the exchanges of core attention, by the number of ranks in the pod of this rank.
         self.pods: dict[int, dist.ProcessGroup | None] = {}
@@ -84,6 +88,7 @@ class Groups:
         self._timeout = timedelta(seconds=timeout_s)
         self._control: dist.ProcessGroup | None = None
         self._control_of_world: dist.ProcessGroup | None = None
+        self._levels: ControlLevels | None = None  # None with a single block
         self.waits = waits_in_world(timeout_s)  # for the ranks of all meshes
         if world[1] > 1:
             self._device = indexed(device)
@@ -103,23 +108,41 @@ class Groups:
                 self.waits.close()
                 raise unreachable(self.rank, error) from error
             check_devices(exchange_backend(self._device), uuids)
-            self.exchange = self._connected(meshes, self.ranks, "distca exchange")
+            self.exchange = self._exchange_group(meshes, self.ranks, "distca exchange")
         self.pods[self.ranks] = self.exchange
 
     def connect_pods(self, pods: Sequence[range]) -> None:
-        """Connect the ranks of each pod that this rank may be in. A collective of the world.
+        """Make a group for each pod that this rank may be in. A collective of the world.
+
+        All pairs of ranks of the smallest pod are connected. Pairs of larger pods are few that
+        exchange, and NCCL connects them when they do.
 
         Args:
             pods: ranks of the mesh in each pod, from the smallest pod to the one of all ranks; as
                 many on every rank.
         """
+        self.block = pods[0]
+        if len(pods) > 1:
+            self._levels = self._control_levels()
         for ranks in pods[:-1]:
             members = self.members[ranks.start : ranks.stop]
             lists = self._distinct_in_world(members)
-            group = self._connected(lists, len(ranks), "distca pod")
+            group = self._exchange_group(lists, len(ranks), "distca pod")
             if (earlier := self.pods.get(len(ranks))) is not None:  # of the same ranks
                 dist.destroy_process_group(earlier)
             self.pods[len(ranks)] = group
+        self._connect_pairs(self.pods[len(self.block)])
+
+    def _control_levels(self) -> ControlLevels:
+        """Return the control groups of blocks. A collective of the world."""
+        options: dict[str, Any] = {"backend": "gloo", "timeout": self._timeout}
+        blocks = self._distinct_in_world(self.members[self.block.start : self.block.stop])
+        of_block = _new_group(blocks, group_desc="distca control of the pod", **options)
+        own = set(self.members)
+        firsts = self._distinct_in_world([block[0] for block in blocks if block[0] in own])
+        of_firsts = _new_group(firsts, group_desc="distca control of first ranks", **options)
+        assert of_block is not None
+        return ControlLevels(of_block, of_firsts)
 
     def connect_nodes(self, nodes: Sequence[int] | None) -> None:
         """Connect the ranks of each node by a group of their own. A collective of the world.
@@ -137,37 +160,53 @@ class Groups:
         ]
         members_of_nodes = self._distinct_in_world(node_members)
         if any(len(members) > 1 for members in members_of_nodes):
-            self.node = self._connected(members_of_nodes, len(node_members), "distca node")
+            self.node = self._exchange_group(members_of_nodes, len(node_members), "distca node")
+            self._connect_pairs(self.node)
 
     def _distinct_in_world(self, members: list[int]) -> list[list[int]]:
         """Return the distinct lists of ranks of all processes. A collective of the world."""
-        timeout_s = self._timeout.total_seconds()
-        lists = gather_in_world(tuple(members), timeout_s, self.waits)
+        if self._control_of_world is None:
+            lists = gather_in_world(tuple(members), self._timeout.total_seconds(), self.waits)
+        else:
+            lists = self.all_gather(tuple(members), in_world=True)
         return [list(ranks) for ranks in dict.fromkeys(lists)]
 
-    def _connected(self, lists: list[list[int]], ranks: int, name: str) -> dist.ProcessGroup | None:
-        """Return a group for exchanges, with all pairs of ranks connected.
-
-        None for a single rank.
-        """
+    def _exchange_group(
+        self, lists: list[list[int]], ranks: int, name: str
+    ) -> dist.ProcessGroup | None:
+        """Return a group for exchanges; None for a single rank."""
         backend = exchange_backend(self._device)
-        sent, received = torch.zeros((2, ranks), dtype=torch.uint8, device=self._device)
         options: dict[str, Any] = {"backend": backend, "timeout": self._timeout, "group_desc": name}
         options["device_id"] = self._device if backend == dist.Backend.NCCL else None
+        with self._connecting():
+            group = _new_group(lists, pg_options=exchange_options(backend), **options)
+        if group is not None and ranks == 1:
+            dist.destroy_process_group(group)
+            return None
+        return group
+
+    def _connect_pairs(self, group: dist.ProcessGroup | None) -> None:
+        """Connect all pairs of ranks of a group."""
+        if group is None:
+            return
+        ranks = dist.get_world_size(group)
+        sent, received = torch.zeros((2, ranks), dtype=torch.uint8, device=self._device)
+        with self._connecting():
+            # NCCL connects a pair, and takes memory for the pair, at the first send.
+            dist.all_to_all_single(received, sent, [1] * ranks, [1] * ranks, group=group)
+            received.cpu()  # wait for the arrival
+
+    @contextmanager
+    def _connecting(self) -> Iterator[None]:
+        """Name the wait for connections, and the rank and backend in its error."""
+        backend = exchange_backend(self._device)
         try:
             with self.waits.of(f"connections to other ranks over {backend}"):
-                group = _new_group(lists, pg_options=exchange_options(backend), **options)
-                if ranks == 1:
-                    dist.destroy_process_group(group)
-                    return None
-                # NCCL connects a pair, and takes memory for the pair, at the first send.
-                dist.all_to_all_single(received, sent, [1] * ranks, [1] * ranks, group=group)
-                received.cpu()  # wait for the arrival
+                yield
         except RuntimeError as error:
             raise RuntimeError(
                 f"rank {self.rank} cannot exchange rows over {backend}: {error}"
             ) from error
-        return group
 
     def close(self) -> None:
         """End the groups with their threads and connections, unless they are closed.
@@ -181,11 +220,14 @@ class Groups:
                 if self._device.type == "cuda":
                     torch.cuda.synchronize(self._device)
             self.meet("all ranks to close their groups")  # no rank has rows under way
-            groups = (self.node, *self.pods.values(), self._control, self._control_of_world)
+            groups = (
+                *(self.node, *self.pods.values(), self._control, self._control_of_world),
+                *(() if self._levels is None else self._levels),
+            )
             for group in dict.fromkeys(groups):
                 if group is not None:
                     dist.destroy_process_group(group)
-        self.exchange = self.node = self._control = self._control_of_world = None
+        self.exchange = self.node = self._control = self._control_of_world = self._levels = None
         self.pods = {}
         self.closed = True
         self.waits.close()
@@ -212,32 +254,56 @@ class Groups:
         group = self._control_of_world if in_world else self._control
         if group is None or dist.get_world_size(group) == 1:
             return [value]
-        gathered: list[Any] = [None] * dist.get_world_size(group)
         with self.waits.of(f"{contents} of other ranks"):
-            dist.all_gather_object(gathered, value, group=group)
-        return gathered
+            if self._levels is None or group is not self._control:
+                return objects_of_ranks(value, group)
+            return list(chain(*self._levels.of_blocks(objects_of_ranks(value, self._levels.block))))
 
-    def all_gather_checked(self, make: Callable[[], Value], *, contents: str) -> list[Value]:
-        """Return what `make` returns on every rank of the mesh, in order. A collective.
+    def all_gather_in_pod(
+        self,
+        pod: range,
+        make: Callable[[], Value],
+        summarize: Callable[[list[Value]], Summary],
+        *,
+        contents: str,
+    ) -> "OfPod[Value, Summary]":
+        """Gather the values of a pod's ranks, and a summary of every pod. A collective of the mesh.
 
-        An error of `make` is raised on every rank, as `raise_together` does.
+        An error of `make` or `summarize` is raised on every rank, as `raise_together` does.
 
         Args:
-            contents: name of the objects in messages about the wait for them.
+            pod: `block`, or all ranks of the mesh; alike on every rank.
+            make: returns the value of this rank.
+            summarize: returns the summary of a pod from the values of its ranks.
+            contents: name of the values in messages about the wait for them.
         """
-        error, value = None, None
+        self.check_open()
+        error: Exception | None = None
+        value: Any = None
         try:
             value = make()
         except ERRORS_OF_INPUT as caught:
             error = caught
-        gathered: list[tuple[Report | None, Any]] = []
-
-        def gather(report: Report | None) -> list[Report | None]:
-            gathered.extend(self.all_gather((report, value), contents=contents))
-            return [report for report, _ in gathered]
-
-        _raise_any(error, gather)
-        return [value for _, value in gathered]
+        levels = self._levels if len(pod) < self.ranks else None
+        own = report_of(error), value
+        gathered = self.all_gather(own, contents=contents) if levels is None else []
+        if levels is not None:
+            with self.waits.of(f"{contents} of other ranks"):
+                gathered = objects_of_ranks(own, levels.block)
+        reports, values = map(list, zip(*gathered, strict=True))
+        summary: Any = None
+        if not any(reports):
+            try:
+                summary = summarize(values)
+            except ERRORS_OF_INPUT as caught:
+                error = caught
+                reports = [report_of(error)] * len(pod)
+        of_pods = [(reports, summary)]
+        if levels is not None:
+            with self.waits.of(f"{contents} of other pods"):
+                of_pods = levels.of_blocks((reports, summary))
+        _raise_any(error, list(chain(*(reports for reports, _ in of_pods))))
+        return OfPod(values, summary, [summary for _, summary in of_pods])
 
     def broadcast_checked(self, make: Callable[[], Value], *, contents: str) -> Value:
         """Return on every rank what `make` returns on rank 0. A collective on the CPU.
@@ -257,7 +323,7 @@ class Groups:
                 sent = [make()]
             except ERRORS_OF_INPUT as caught:
                 error = caught
-                sent = [Report(told(error), isinstance(error, SentenceError))]
+                sent = [report_of(error)]
         with self.waits.of(f"{contents} from rank 0"):
             dist.broadcast_object_list(
                 sent, group=self._control, group_src=0, device=torch.device("cpu")
@@ -292,7 +358,10 @@ class Groups:
         agreed = torch.tensor(flags, dtype=torch.uint8)
         if self.ranks > 1:
             with self.waits.of("answers of other ranks"):
-                dist.all_reduce(agreed, dist.ReduceOp.MAX, group=self._control)
+                if self._levels is None:
+                    dist.all_reduce(agreed, dist.ReduceOp.MAX, group=self._control)
+                else:
+                    self._levels.maximum(agreed)
         return [bool(flag) for flag in agreed.tolist()]
 
     def raise_together(self, error: Exception | None, *, in_world: bool = False) -> None:
@@ -300,26 +369,27 @@ class Groups:
 
         The ranks are those of the mesh, or of the world.
         """
-        _raise_any(error, partial(self.all_gather, in_world=in_world, contents="checks"))
+        _raise_any(error, self.all_gather(report_of(error), in_world=in_world, contents="checks"))
 
     def exchange_rows(
         self, rows: Tensor, sent: list[int], received: list[int], name: str
     ) -> Tensor:
         """Return the rows that this rank receives, by the rank that they come from.
 
-        A collective of the ranks.
+        A collective of a pod.
 
         Args:
             rows: rows [n, ...] that this rank sends, by the rank that they go to.
-            sent: [ranks] rows for each rank.
-            received: [ranks] rows from each rank.
+            sent: [ranks of the pod] rows for each rank.
+            received: [ranks of the pod] rows from each rank.
             name: what the ranks wait for.
         """
         self.check_open()
         arriving = rows.new_empty((sum(received), *rows.shape[1:]))
         bytes_sent, bytes_received = (_as_bytes(tensor) for tensor in (rows, arriving))
         with self.waits.of(name):
-            dist.all_to_all_single(bytes_received, bytes_sent, received, sent, group=self.exchange)
+            group = self.pods[len(sent)]
+            dist.all_to_all_single(bytes_received, bytes_sent, received, sent, group=group)
         return arriving
 
     def raised_together(self, *, in_world: bool = False) -> AbstractContextManager[None]:
@@ -347,6 +417,26 @@ class Report(NamedTuple):
     is_sentence: bool
 
 
+def report_of(error: Exception | None) -> Report | None:
+    """Return the report of an error, if there is one."""
+    return None if error is None else Report(told(error), isinstance(error, SentenceError))
+
+
+@dataclass(frozen=True)
+class OfPod(Generic[Value, Summary]):
+    """Values of the ranks of a pod, and summaries of pods.
+
+    Attributes:
+        values: of each rank of the pod.
+        own: summary of this pod.
+        of_pods: summary of each pod.
+    """
+
+    values: list[Value]
+    own: Summary
+    of_pods: list[Summary]
+
+
 @contextmanager
 def _raised_together(gather: Callable[[Report | None], list[Report | None]]) -> Iterator[None]:
     error = None
@@ -354,17 +444,15 @@ def _raised_together(gather: Callable[[Report | None], list[Report | None]]) -> 
         yield
     except ERRORS_OF_INPUT as caught:
         error = caught
-    _raise_any(error, gather)
+    _raise_any(error, gather(report_of(error)))
 
 
-def _raise_any(
-    error: Exception | None, gather: Callable[[Report | None], list[Report | None]]
-) -> None:
-    """Raise if any rank has an error: this rank's own if all have the same, else all messages."""
-    own_report = None
-    if error is not None:
-        own_report = Report(told(error), isinstance(error, SentenceError))
-    reports = gather(own_report)
+def _raise_any(error: Exception | None, reports: Sequence[Report | None]) -> None:
+    """Raise if any rank has an error: this rank's own if all have the same, else all messages.
+
+    Args:
+        reports: of each rank, from `report_of`.
+    """
     if error is not None and len(set(reports)) == 1:
         raise error
     failed = [(rank, report) for rank, report in enumerate(reports) if report is not None]
@@ -446,13 +534,14 @@ def gather_in_world(value: Value, timeout_s: float, waits: Waits | None = None) 
     return gathered
 
 
-def _new_group(lists: list[list[int]], **options: Any) -> dist.ProcessGroup:
-    """Create a group of each list of ranks, and return this process's group.
+def _new_group(lists: list[list[int]], **options: Any) -> dist.ProcessGroup | None:
+    """Create a group of each list of ranks, and return the group of this process, if it is in one.
 
     Every process creates them in one order.
     """
+    rank = dist.get_rank()
     groups: list[dist.ProcessGroup] = [dist.new_group(ranks, **options) for ranks in lists]
-    return groups[[dist.get_rank() in ranks for ranks in lists].index(True)]
+    return next((group for group, ranks in zip(groups, lists, strict=True) if rank in ranks), None)
 
 
 def exchange_backend(device: torch.device) -> str:

@@ -10,12 +10,12 @@ from hf_distca.plan.intervals import expand, row_counts
 
 
 class FeatureRoute(NamedTuple):
-    """Rows of features that one rank sends to each rank, and receives from each."""
+    """Rows of features that one rank sends to each rank of its pod, and receives from each."""
 
     sent: IntArray  # rows of the features that the rank encodes, by the rank that they go to
-    sent_counts: IntArray  # [ranks]
+    sent_counts: IntArray  # [ranks of the pod]
     placed: IntArray  # placeholders of the rank, by the rank that their features come from
-    received_counts: IntArray  # [ranks]
+    received_counts: IntArray  # [ranks of the pod]
 
 
 def travelling_rows(planned: PlannedImages) -> int:
@@ -24,8 +24,8 @@ def travelling_rows(planned: PlannedImages) -> int:
     return int(row_counts(planned.features.compress(travels)).sum())
 
 
-def feature_route(planned: PlannedImages, rank: int, ranks: int) -> FeatureRoute:
-    """Return the route of one rank among `ranks` ranks."""
+def feature_route(planned: PlannedImages, rank: int, pod: range) -> FeatureRoute:
+    """Return the route of one rank of a pod."""
     encoders = planned.encoders[planned.features["image"]]
     # 1. Rows that leave, in the order of (rank that holds them, placeholder).
     leaving = planned.features.compress(encoders == rank)
@@ -40,11 +40,11 @@ def feature_route(planned: PlannedImages, rank: int, ranks: int) -> FeatureRoute
     placed = expand(arriving["offset"], row_counts(arriving))
     return FeatureRoute(
         sent,
-        _rows_of_ranks(leaving["rank"], row_counts(leaving), ranks),
+        _rows_of_ranks(leaving["rank"], row_counts(leaving), pod),
         placed,
-        _rows_of_ranks(encoders[is_held][order], row_counts(arriving), ranks),
+        _rows_of_ranks(encoders[is_held][order], row_counts(arriving), pod),
     )
 
 
-def _rows_of_ranks(ranks_of_entries: IntArray, rows: IntArray, ranks: int) -> IntArray:
-    return np.bincount(ranks_of_entries, rows, ranks).astype(np.int64)
+def _rows_of_ranks(ranks_of_entries: IntArray, rows: IntArray, pod: range) -> IntArray:
+    return np.bincount(ranks_of_entries - pod.start, rows, len(pod)).astype(np.int64)

@@ -24,6 +24,8 @@ when the bin gets an item."""
 
 NOWHERE = -1
 """Bin of an item that no bin had room for."""
+PLACED_AT_ONCE = 65536
+"""Documents that `place_evenly` places before it looks whether all have fitted."""
 LOOK_AHEAD = 16
 """Maximum number of documents that wait for the next micro-batch before the current one is closed.
 """
@@ -173,15 +175,40 @@ def largest_first(values: IntArray | FloatArray) -> IntArray:
 def place_evenly(lengths: IntArray, order: IntArray, bins: int, capacity: int) -> IntArray | None:
     """Return [documents] the bin of each; a document goes to the bin with the fewest tokens.
 
+    Of bins with equally few tokens the first one gets the document, as in `Bins.pack`. Ten million
+    documents take a few seconds.
+
     Args:
         order: [documents] order in which they are placed.
 
     Returns:
         None if a document does not fit.
     """
-    emptiest_first = Bins([capacity] * bins)
-    bin_of_document = emptiest_first.pack(lengths, lengths, order, emptiest_first.least_work)
-    return None if NOWHERE in bin_of_document else bin_of_document
+    # A bin is one integer, tokens * bins + number: the least one is the bin for the next document.
+    heap = list(range(bins))
+    bin_of_document = np.empty(len(lengths), np.int64)
+    for first in range(0, len(order), PLACED_AT_ONCE):
+        documents = order[first : first + PLACED_AT_ONCE]
+        added = (lengths[documents] * bins).tolist()
+        bin_of_document[documents] = [heapreplace(heap, heap[0] + each) for each in added]
+        # What does not fit into the emptiest bin fits into none.
+        if max(heap) // bins > capacity:
+            return None
+    return bin_of_document % bins
+
+
+def fits_evenly(lengths: IntArray, order: IntArray, bins: int, capacity: int) -> bool:
+    """Return whether `place_evenly` has room for all documents.
+
+    Args:
+        order: [documents] order in which they are placed.
+    """
+    ordered = lengths[order]
+    # The emptiest bin has at most the mean of the tokens that have been placed.
+    means = (np.cumsum(ordered) - ordered) // bins
+    if (means + ordered <= capacity).all():
+        return True
+    return place_evenly(lengths, order, bins, capacity) is not None
 
 
 def place_tightly(lengths: IntArray, order: IntArray, capacity: int) -> IntArray:

@@ -22,6 +22,12 @@ class GivenImages(NamedTuple):
     images: bytes  # of dtype IMAGE; `document` is the sequence's index in the batch
     placeholders: bytes  # of dtype PLACEHOLDERS, by sequence and row
 
+    @property
+    def present(self) -> frozenset[str]:
+        """Names of the modalities that the batch has images of."""
+        numbers = np.unique(np.frombuffer(self.images, IMAGE)["modality"]).tolist()
+        return frozenset(self.modalities[number] for number in numbers)
+
 
 def plan_given_images(
     sequences: PlannedSequences,
@@ -30,18 +36,20 @@ def plan_given_images(
     images_of_ranks: Sequence[GivenImages],
     always: Collection[str],
 ) -> tuple[PlannedSequences, tuple[Table, ...]]:
-    """Plan the images of padded batches.
+    """Plan the images of padded batches of a pod.
 
     Args:
         sources: [sequences] the rank that was given each one.
         indices: [sequences] its index in the batch of that rank.
+        images_of_ranks: images of each rank of the pod.
         always: modalities that are planned in a micro-batch without them, too.
 
     Returns:
         The micro-batches with planned images, and of each the images that ranks encode, of dtype
         IMAGE: `index` is the image's number in the batch of the rank that encodes it.
     """
-    images, placeholders, encoders = _joined(sources, indices, images_of_ranks)
+    first_rank = sequences.plans[0].first_rank
+    images, placeholders, encoders = _joined(sources, indices, images_of_ranks, first_rank)
     plans: list[MicroBatchPlan] = []
     encoded: list[Table] = []
     for number, plan in enumerate(sequences.plans):
@@ -63,18 +71,19 @@ def plan_given_images(
 
 
 def _joined(
-    sources: IntArray, indices: IntArray, images_of_ranks: Sequence[GivenImages]
+    sources: IntArray, indices: IntArray, images_of_ranks: Sequence[GivenImages], first_rank: int
 ) -> tuple[Table, Table, IntArray]:
-    """Return the images of all ranks, their placeholders, and the rank of each image.
+    """Return the images of a pod's ranks, their placeholders, and the rank of each image.
 
     Planned sequences are in the order of ranks and indices, and so are placeholders.
     """
     parts: list[tuple[Table, Table]] = []
-    for rank, given in enumerate(images_of_ranks):
+    for rank, given in enumerate(images_of_ranks, first_rank):
         own = np.frombuffer(given.images, IMAGE).copy()
         of_rank = np.flatnonzero(sources == rank)
         own["document"] = of_rank[np.searchsorted(indices[of_rank], own["document"])]
         parts.append((own, np.frombuffer(given.placeholders, PLACEHOLDERS)))
-    encoders = np.repeat(np.arange(len(parts)), [len(own) for own, _ in parts])
+    counts = [len(own) for own, _ in parts]
+    encoders = np.repeat(first_rank + np.arange(len(parts)), counts)
     images, placeholders = joined_images(parts)
     return images, placeholders, encoders

@@ -48,17 +48,18 @@ def plan_images(
     images: Table,
     placeholders: Table,
     held: Table,
-    ranks: int,
+    pod: range,
     modalities: Sequence[str],
     always: Collection[str] = (),
 ) -> dict[str, PlannedImages]:
-    """Choose the rank that encodes each image of a micro-batch, and where its features go.
+    """Choose the rank that encodes each image of a pod, and where its features go.
 
     Args:
         images: of dtype IMAGE, with the number of the document in the micro-batch.
         placeholders: of dtype PLACEHOLDERS, with the number of the image in `images`, by document
             and row.
         held: rows of documents that ranks hold, of dtype TOKENS, by rank and row.
+        pod: ranks that hold these rows.
         modalities: names of the modalities, by their number in `images`.
         always: modalities that are planned in a micro-batch without them, too.
 
@@ -66,7 +67,7 @@ def plan_images(
         The planned images of each modality.
     """
     features = held_features(images, placeholders, held)
-    encoders = choose_encoders(images["cost"], features, ranks)
+    encoders = choose_encoders(images["cost"], features, pod)
     return by_modality(images, features, encoders, modalities, always)
 
 
@@ -100,8 +101,8 @@ def by_modality(
     return planned
 
 
-def choose_encoders(costs: FloatArray, features: Table, ranks: int) -> IntArray:
-    """Return [images] the rank that encodes each.
+def choose_encoders(costs: FloatArray, features: Table, pod: range) -> IntArray:
+    """Return [images] the rank of a pod that encodes each.
 
     An image stays with the rank that holds most of its placeholders, unless that rank has too much
     work. Such a rank gives its costliest images first, to the rank with the least work. Images that
@@ -111,8 +112,10 @@ def choose_encoders(costs: FloatArray, features: Table, ranks: int) -> IntArray:
         costs: [images] work of the encoder.
         features: of dtype FEATURES.
     """
+    ranks = len(pod)
     rows_of_ranks = np.zeros((len(costs), ranks), np.int64)
-    np.add.at(rows_of_ranks, (features["image"], features["rank"]), row_counts(features))
+    rank_in_pod = features["rank"] - pod.start
+    np.add.at(rows_of_ranks, (features["image"], rank_in_pod), row_counts(features))
     encoders: IntArray = rows_of_ranks.argmax(1)
     loads = np.bincount(encoders, costs, ranks)
     mean = float(costs.sum()) / ranks
@@ -130,7 +133,7 @@ def choose_encoders(costs: FloatArray, features: Table, ranks: int) -> IntArray:
                     encoders[image] = other
                     loads[rank] -= costs[image]
                     loads[other] = load
-    return encoders
+    return encoders + pod.start
 
 
 def held_features(images: Table, placeholders: Table, held: Table) -> Table:

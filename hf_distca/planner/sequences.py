@@ -101,6 +101,7 @@ def plan_sequences(
     settings: PlanSettings,
     micro_batches: Sequence[IntArray] | None = None,
     rank: int | None = None,
+    first_rank: int = 0,
 ) -> PlannedSequences:
     """Plan micro-batches of sequences.
 
@@ -110,6 +111,7 @@ def plan_sequences(
         micro_batches: numbers of the trees of each micro-batch; None for one micro-batch of all
             trees.
         rank: a rank, whose pod alone is planned; None to plan all ranks together.
+        first_rank: number of the first rank that `settings` describe.
     """
     trees = paths.trees
     if micro_batches is None:
@@ -127,7 +129,12 @@ def plan_sequences(
         branches = trees.documents_of(members)
         # A micro-batch with fewer rows than ranks is planned at once on all ranks.
         plan = _plan_branches(trees, branches, fillers, settings, None if fillers else rank)
-        plans.append(replace(plan, shared_rows=int(tokens_of_trees[members].sum()) - rows))
+        plan = replace(
+            plan,
+            first_rank=first_rank + plan.first_rank,
+            shared_rows=int(tokens_of_trees[members].sum()) - rows,
+        )
+        plans.append(plan)
         parts.append(_rows_of_plan(plan, number, branches))
     return PlannedSequences(tuple(plans), paths, lengths, _with_offsets(np.concatenate(parts)))
 
@@ -137,17 +144,22 @@ def on_rank(tokens: Table, rank: int) -> Table:
     return tokens.compress(tokens["rank"] == rank)
 
 
-def even_micro_batches(trees: PrefixTrees, settings: PlanSettings) -> list[IntArray]:
+def even_micro_batches(
+    trees: PrefixTrees, settings: PlanSettings, at_least: int = 1
+) -> list[IntArray]:
     """Divide trees among as few micro-batches as possible, with about as many rows each.
 
     Every tree fits into the rows of all ranks, or of one rank with document_layout="whole".
+
+    Args:
+        at_least: least number of micro-batches, some of which may be empty.
     """
     stay_whole = settings.document_layout == "whole"
     capacity = settings.document_capacity
     bins_per_micro_batch = settings.ranks if stay_whole else 1
     lengths = trees.tree_lengths
     longest_first = largest_first(lengths)
-    fewest = max(1, -(-int(lengths.sum()) // settings.capacity))
+    fewest = max(at_least, -(-int(lengths.sum()) // settings.capacity))
     for micro_batches in count(fewest):  # trees fit at the latest with a bin for each
         bin_of_trees = place_evenly(
             lengths, longest_first, micro_batches * bins_per_micro_batch, capacity

@@ -126,7 +126,8 @@ class RolloutMixin(TRLMixin):
             return micro_batches
         reason = why_shuffled(self)
         if reason is None:
-            return kept_together(micro_batches, together, self.dispatcher.groups)
+            dispatcher = self.dispatcher
+            return kept_together(micro_batches, together, dispatcher.groups, dispatcher.pod)
         if self.args.process_index == 0:
             logger.info_once(f"completions of a prompt are not kept together: {reason}")
         return micro_batches
@@ -230,25 +231,30 @@ def rearranged(micro_batches: Sequence[dict[str, Any]], order: Tensor) -> list[d
 
 
 def kept_together(
-    micro_batches: list[dict[str, Any]], together: int, groups: Groups
+    micro_batches: list[dict[str, Any]], together: int, groups: Groups, pod: range
 ) -> list[dict[str, Any]]:
     """Return micro-batches in which completions of a prompt meet. A collective call.
 
     Args:
         micro_batches: of this rank, as many as on every rank; values of each rollout by name.
         together: the number of successive micro-batches among which rollouts may change places.
+        pod: ranks whose rollouts may share rows.
     """
-    prompts_of_ranks = groups.all_gather_checked(
+    prompts_of_ranks = groups.all_gather_in_pod(
+        pod,
         lambda: [prompts_of(micro_batch) for micro_batch in micro_batches],
+        lambda _: None,
         contents="prompts of rollouts",
-    )
+    ).values
     results = []
     for first in range(0, len(micro_batches), together):
         part = slice(first, first + together)
         orders = divided_by_prompts(
             [list(chain(*prompts[part])) for prompts in prompts_of_ranks], together
         )
-        results += rearranged(micro_batches[part], torch.from_numpy(orders[groups.rank]))
+        results += rearranged(
+            micro_batches[part], torch.from_numpy(orders[groups.rank - pod.start])
+        )
     return results
 
 

@@ -2,9 +2,12 @@
 
 import gzip
 import json
+from collections import Counter
 from importlib import import_module
 from itertools import pairwise, product
 from pathlib import Path
+from random import Random
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -262,3 +265,85 @@ def test_an_image_in_place_is_encoded_where_it_begins(script):
     features["rank"] = [0, 0, 1]
     planned = PlannedImages(np.array([6, 5]), np.array([0, 1]), features)
     assert benchmark.in_place(planned).encoders.tolist() == [1, 0]
+
+
+def test_documents_of_tasks_have_their_length_and_one_right_answer(script, subtests):
+    tasks = script("tasks")
+    for task, length in product(tasks.TASKS, tasks.LENGTHS):
+        with subtests.test(task, length=length):
+            tokens, targets = tasks.document(task, Random(3), length)
+            assert len(tokens) == len(targets) == length
+            assert max(tokens) < tasks.VOCABULARY
+            asked = [place for place, target in enumerate(targets) if target != tasks.NO_ANSWER]
+            assert [tokens[place] for place in asked] == [targets[place] for place in asked]
+            begin = tokens.index(tasks.ASK)
+            context = tokens[1:begin]
+            assert asked[0] > begin
+            if task == "count":
+                counts = Counter(context).most_common(len(asked) + 1)
+                assert [word for word, _ in counts[:-1]] == [tokens[place] for place in asked]
+                assert len({times for _, times in counts}) == len(counts)
+                continue
+            first, of_two = {
+                "needle": (tasks.KEY, tasks.NEEDLE),
+                "track": (tasks.NAME, tasks.ASSIGNMENT),
+            }[task]
+            answers_from = tasks.VALUE if task == "needle" else tasks.NAME
+            for place in asked:
+                given, answer = tokens[place - 1] - first, tokens[place] - answers_from
+                assert of_two + given * tasks.KINDS + answer in context
+                assert sum((symbol - of_two) // tasks.KINDS == given for symbol in context) == 1
+
+
+def test_steps_of_tasks_fill_all_ranks_and_begin_with_short_documents(script):
+    tasks = script("tasks")
+    steps = tasks.steps_of(20)
+    lengths = [[len(document.input_ids) for document in step] for step in steps]
+    assert {sum(step) for step in lengths} == {2 * tasks.TOKENS_PER_RANK}
+    assert lengths[0] == [32] * 32
+    assert max(max(step) for step in lengths) == 2 * tasks.TOKENS_PER_RANK
+
+
+class RightUpTo:
+    """Logits [B, L, 4] of a model that predicts the next token 2, which is right up to a place."""
+
+    def __init__(self, place: int) -> None:
+        self.place = place
+
+    def __call__(self, input_ids: torch.Tensor) -> SimpleNamespace:
+        logits = torch.zeros(*input_ids.shape, 4)
+        logits[:, : self.place, 2] = 1
+        return SimpleNamespace(logits=logits)
+
+
+def test_right_answers_and_their_differences(script):
+    tasks = script("tasks")
+    of = script("harness.both_ways").Document
+    documents = [of([3, 2, 3, 2], [-100, 2, -100, 2]), of([3, 2, 3, 3], [-100, 2, -100, 3])]
+    assert tasks.right_answers(RightUpTo(4), documents) == [1.0, 0.5]
+    assert tasks.right_answers(RightUpTo(1), documents) == [0.5, 0.5]
+    row = tasks.row_of("needle", 32, {"stock": [[1.0, 0.0]], "planned": [[1.0, 0.5]]})
+    assert (row["stock"], row["planned"], row["difference"]) == (0.5, 0.75, 0.25)
+    assert row["standard error"] == pytest.approx(0.5)
+    assert row["standard error of the difference"] == pytest.approx(0.25)
+
+
+def test_distances_of_curves_and_steps_alike(script):
+    curves = script("harness.curves")
+    preferences = script("preference_curves")
+    stock, planned = [np.array([0.0, 1.0]), np.array([2.0, 1.0])], [np.array([0.0, 2.0])] * 2
+    of_ways, of_seeds = curves.distances({"stock": stock, "planned": planned})
+    assert of_ways == [0.5, 1.5]
+    assert of_seeds == [1.0, 0.0]
+    assert [preferences.steps_alike(one, planned[0]) for one in stock] == [1, 0]
+    assert preferences.steps_alike(stock[0], stock[0] + 1e-4) == 2
+    assert preferences.share_of_wanted(["w0 w7 w8 w1", ""]) == [0.75, 0.0]
+
+
+def test_a_rank_without_documents_has_a_row_without_a_target(script):
+    both_ways = script("harness.both_ways")
+    parts = both_ways.on_ranks([both_ways.Document([5, 6, 7], [5, 6, 7])])
+    assert sorted(len(part) for part in parts) == [0, 1]
+    rows = [both_ways.RowOfDocuments()([{"documents": part}]) for part in parts]
+    targets = sorted((row["labels"] != -100).sum().item() for row in rows)
+    assert targets == [0, 2]

@@ -1,5 +1,4 @@
 import json
-import subprocess
 from email import message_from_string
 from types import SimpleNamespace
 from unittest.mock import Mock
@@ -17,7 +16,7 @@ from hf_distca.cli.findings import (
     report,
     version_findings,
 )
-from tests.launch import ROOT, cpu_environment, launcher
+from tests.launch import run_in_forks
 
 
 def of_launch(name, cuda=False, threads=1, **environment):
@@ -287,13 +286,13 @@ def test_names_of_packages_are_spelled_in_several_ways(monkeypatch, run):
 
 
 @pytest.mark.launches
-def test_a_launch():
-    command = [*launcher("ddp", 2), "--module", "hf_distca.cli.main", "doctor", "--json"]
-    done = subprocess.run(
-        command, cwd=ROOT, env=cpu_environment(), capture_output=True, text=True, timeout=120
-    )
-    assert done.returncode == 0, done.stderr
-    printed = json.loads(done.stdout)
+def test_a_launch(tmp_path):
+    script = tmp_path / "doctor.py"
+    script.write_text("from hf_distca.cli.main import main; raise SystemExit(main())")
+    codes = run_in_forks("ddp", script, ["doctor", "--json"], tmp_path)
+    text = (tmp_path / "output-0").read_text()
+    assert codes == [0, 0], text
+    printed, _ = json.JSONDecoder().raw_decode(text[text.index("{") :])
     findings = {finding["name"]: finding for finding in printed["findings"]}
     assert findings["processes"]["found"] == "2 on one host"
     assert findings["nodes"]["found"] == "one"

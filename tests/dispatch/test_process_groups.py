@@ -21,12 +21,19 @@ from hf_distca.checks.refusal import RefusedError, check
 from hf_distca.config import DistCAConfig
 from hf_distca.dispatch import process_groups as groups_module
 from hf_distca.dispatch.dispatcher import Dispatcher
-from hf_distca.dispatch.process_groups import Groups, mesh_ranks, raised_together, ranks_per_node
+from hf_distca.dispatch.process_groups import (
+    Groups,
+    OfPod,
+    mesh_ranks,
+    raised_together,
+    ranks_per_node,
+)
 from hf_distca.dispatch.waits import OtherRankError, RankLost, Waits
 from hf_distca.planner.pods import pods_around
 from hf_distca.planner.settings import PlanSettings
+from hf_distca.predict.device_profile import DeviceProfile
 from hf_distca.trainer.resuming import FullDiskError
-from tests.models_and_batches import dispatcher_of_all_ranks, small_kinds
+from tests.models_and_batches import dispatcher_of_all_ranks, small_kinds, small_run
 from tests.ranks import RankPool
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 1)
@@ -158,7 +165,6 @@ def test_ranks_are_connected_once_before_the_first_layer(rank_pools):
     # A single node is not connected apart; of several, every rank makes the groups of all.
     assert rank_pools[3].run(_groups_of_dispatcher, 3) == [(connected, [1, 3, 1], closed)] * 3
     nodes = [
-        ("distca world", "gloo", None),
         ("distca node", "gloo", [0]),
         ("distca node", "gloo", [1, 2]),
     ]
@@ -191,13 +197,53 @@ def test_a_rank_whose_partner_is_not_there(comes, told):
 
 
 def _check_pods(rank: int) -> None:
-    """Connect pods of three blocks: one, one and two ranks. The last one has no other beside it."""
+    """Connect pods of three blocks: one, one and two ranks. The last one has no other beside it.
+
+    Messages of all ranks take two steps: within blocks, and between their first ranks.
+    """
     of_pods, first = Groups(CPU, 60.0), rank // 2 * 2
     of_blocks = PlanSettings(4, 64, ranks_per_node=(1, 1, 2), pod_ranks=1)
     of_pods.connect_pods(pods_around(of_blocks, rank))
     assert sorted(of_pods.pods) == ([1, 2, 4] if rank < 2 else [2, 4])
     assert _exchanged(of_pods.pods[2]) == [10 * first + rank % 2, 10 * (first + 1) + rank % 2]
+    # 1. Values and answers of all ranks, in the order of ranks.
+    assert of_pods.all_gather(rank * 10, in_world=True) == [0, 10, 20, 30]
+    assert of_pods.any_of([rank == 3, False]) == [True, False]
+    # 2. Values of a block, and a summary of each block.
+    block = of_pods.block
+    assert block == (range(rank, rank + 1) if rank < 2 else range(2, 4))
+    gathered = of_pods.all_gather_in_pod(block, lambda: rank, sum, contents="ranks")
+    assert gathered == OfPod([*block], sum(block), [0, 1, 5])
+    together = of_pods.all_gather_in_pod(range(4), lambda: rank, sum, contents="ranks")
+    assert together == OfPod([0, 1, 2, 3], 6, [6])
+    # 3. An error of one rank, or of the summary of one block, is raised on all ranks.
+    for make, summarize in (
+        (partial(_raise_on_rank_1, rank, ValueError("no")), len),
+        (lambda: rank, lambda ranks: _raise_on_rank_1(ranks[0], ValueError("no"))),
+    ):
+        with pytest.raises(ValueError, match=r"^rank 1: ValueError: no$"):
+            of_pods.all_gather_in_pod(block, make, summarize, contents="ranks")
     of_pods.close()
+
+
+def _check_streams(rank: int) -> None:
+    """Two pods plan documents that lie on their ranks; the second one has one micro-batch more."""
+    of_plans = PlanSettings(
+        4, 64, small_kinds(), ranks_per_node=2, pod_ranks=2, balance_block_size=8
+    )
+    run = small_run(of_plans, kernel="auto").with_profile(DeviceProfile.load("h100"))
+    dispatcher = Dispatcher(run.plans, CPU)
+    own = [[[30, 4]], [[9]], [[40, 3], [5]], [[8], [20, 2]]][rank]
+    plans = dispatcher.plan_lengths(own)
+    assert [plan.ranks for plan in plans] == [range(2) if rank < 2 else range(2, 4)] * 2
+    held = [
+        [stop - start for _, start, stop in dispatcher.bind(plan).plan.held_by(rank)]
+        for plan in plans
+    ]
+    assert held == ([*own, [1]] if rank < 2 else own)
+    assert [plan.document_tokens for plan in plans] == [94, 27]
+    assert [plan.fillers for plan in plans] == ([0, 2] if rank < 2 else [0, 0])
+    dispatcher.close()
 
 
 def _two_by_two() -> None:
@@ -240,6 +286,7 @@ def _two_by_two() -> None:
     Groups(CPU, 60.0, mesh["dp"]).close()
     assert len(dist.distributed_c10d._world.pg_map) == before
     _check_pods(rank)
+    _check_streams(rank)
     assert len(dist.distributed_c10d._world.pg_map) == before
     for of_both in (
         ((0, 0), None),

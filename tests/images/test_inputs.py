@@ -148,8 +148,8 @@ def test_other_rows_than_planned_are_an_error():
     features = np.zeros(1, FEATURES)
     features["stop"] = 3
     planned = PlannedImages(np.array([3]), np.array([0]), features)
-    groups: Any = SimpleNamespace(rank=0, ranks=1)
-    bound = BoundImages(planned, groups, torch.device("cpu"))
+    groups: Any = SimpleNamespace(rank=0)
+    bound = BoundImages(planned, groups, range(1), torch.device("cpu"))
     assert bound.to_placeholders(torch.eye(3)).tolist() == torch.eye(3).tolist()
     with refused(PlannedStep.OTHER_FEATURES, rows=4, placeholders=3):
         bound.to_placeholders(torch.ones(4, 3))

@@ -318,11 +318,11 @@ def plan_before_packing(batches_ahead: int) -> Counted:
         return len(plans)
 
     groups = dispatcher.groups
-    exchange = groups.all_gather_checked
+    exchange = groups.all_gather_in_pod
     try:
         with (
             patch.object(padded_rows, "plan_padded", noted),
-            patch.object(groups, "all_gather_checked", side_effect=exchange) as exchanges,
+            patch.object(groups, "all_gather_in_pod", side_effect=exchange) as exchanges,
         ):
             plan_ahead(model, given)
             once, again = computed(), computed()

@@ -7,10 +7,13 @@ from hypothesis import strategies as st
 
 from hf_distca.collator.sampler import GlobalBatchSampler, fit_documents
 from hf_distca.plan import AttentionKind
+from hf_distca.planner import bin_packing
 from hf_distca.planner.bin_packing import (
     NOWHERE,
     Bins,
+    fits_evenly,
     halves,
+    largest_first,
     pack_in_order,
     place_evenly,
     place_tightly,
@@ -150,6 +153,25 @@ def test_the_packer_is_a_search_through_all_bins(items, rooms, preference, overf
 def test_evenly_each_document_goes_to_the_emptiest_bin(capacity, bin_of_document):
     bins = place_evenly(np.array([5, 4, 3, 2]), np.arange(4), 2, capacity)
     assert (bins if bins is None else bins.tolist()) == bin_of_document
+
+
+@given(
+    st.lists(st.integers(1, 30), min_size=1, max_size=40),
+    st.integers(1, 6),
+    st.integers(30, 120),
+    st.booleans(),
+)
+def test_evenly_is_the_packer_with_the_least_work(lengths, bins, capacity, longest_first):
+    lengths = np.array(lengths)
+    order = largest_first(lengths) if longest_first else np.arange(len(lengths))
+    packer = Bins([capacity] * bins)
+    expected = packer.pack(lengths, lengths, order, packer.least_work)
+    fits = NOWHERE not in expected
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(bin_packing, "PLACED_AT_ONCE", 7)
+        placed = place_evenly(lengths, order, bins, capacity)
+        assert fits_evenly(lengths, order, bins, capacity) == fits
+    assert (None if placed is None else placed.tolist()) == (expected.tolist() if fits else None)
 
 
 @pytest.mark.parametrize(

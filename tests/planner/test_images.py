@@ -17,18 +17,18 @@ def features_of(*entries: tuple[int, int, int, int, int]) -> np.ndarray:
 
 def test_an_image_stays_where_its_placeholders_are_if_work_is_even():
     features = features_of((0, 0, 4, 0, 0), (1, 0, 4, 1, 0))
-    assert choose_encoders(np.array([1.0, 1.0]), features, 2).tolist() == [0, 1]
+    assert choose_encoders(np.array([1.0, 1.0]), features, range(2)).tolist() == [0, 1]
 
 
 def test_images_of_one_rank_are_divided():
     features = features_of((0, 0, 4, 0, 0), (1, 0, 2, 0, 4), (2, 0, 2, 0, 6))
-    assert choose_encoders(np.array([4.0, 2.0, 2.0]), features, 2).tolist() == [1, 0, 0]
+    assert choose_encoders(np.array([4.0, 2.0, 2.0]), features, range(2)).tolist() == [1, 0, 0]
 
 
 @given(st.lists(st.floats(1.0, 100.0), min_size=1, max_size=20), st.integers(1, 5))
 def test_no_rank_has_more_than_the_mean_and_the_costliest_image(costs, ranks):
     features = features_of(*((image, 0, 1, 0, image) for image in range(len(costs))))
-    encoders = choose_encoders(np.array(costs), features, ranks)
+    encoders = choose_encoders(np.array(costs), features, range(ranks))
     loads = np.bincount(encoders, costs, ranks)
     assert loads.max() <= sum(costs) / ranks + max(costs) + 1e-9
 
@@ -42,7 +42,7 @@ def test_a_document_that_is_cut_inside_an_image():
     held = np.zeros(2, TOKENS)
     held["rank"] = [0, 1]
     held["start"], held["stop"] = [0, 3], [3, 9]
-    planned = plan_images(images, placeholders, held, 2, ["image"])["image"]
+    planned = plan_images(images, placeholders, held, range(2), ["image"])["image"]
     assert planned.features.tolist() == [(0, 0, 1, 0, 0), (0, 1, 2, 1, 0), (0, 2, 3, 1, 1)]
     assert planned.encoders.tolist() == [1]
     assert travelling_rows(planned) == 1
@@ -66,7 +66,7 @@ def test_every_placeholder_gets_its_row(data):
     ]
     features = features_of(*((*entry, at) for entry, at in zip(entries, offsets, strict=True)))
     planned = PlannedImages(rows, encoders, features)
-    routes = [feature_route(planned, rank, ranks) for rank in range(ranks)]
+    routes = [feature_route(planned, rank, range(ranks)) for rank in range(ranks)]
     # 1. Each rank names its rows (image, row), and sends them.
     encoded = [
         [(image, row) for image in planned.encoded_by(rank) for row in range(rows[image])]

@@ -8,8 +8,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hf_distca.checks.batch_rules import Batch
 from hf_distca.plan import AttentionKind, Branches
+from hf_distca.planner.given_images import GivenImages
+from hf_distca.planner.images import IMAGE, PLACEHOLDERS
 from hf_distca.planner.micro_batch import plan_micro_batch, plan_pod, plan_pods
+from hf_distca.planner.padding import A_POD, NO_RANK, PodShare, plan_padded, pod_needs
 from hf_distca.planner.pods import UNEVEN, deal, pods_around
 from hf_distca.planner.prefix_trees import PrefixTrees
 from hf_distca.planner.prefixes import SequencePaths
@@ -18,6 +22,7 @@ from hf_distca.planner.settings import PlanSettings
 from hf_distca.predict.seconds import KernelCost, KindCosts, LinkCost, Links, StepCosts
 from hf_distca.predict.walk import document_seconds
 from tests.planner.plan_checks import check_plan, rows_of
+from tests.refused import refused
 
 KIND = AttentionKind(None, 4, 2, 8, 8)
 LINK = LinkCost(1e-6, 1e9)
@@ -223,6 +228,84 @@ def test_a_rank_knows_the_rows_of_its_pod():
     ]
 
 
+def planned_in_pods(lengths_of_ranks, of_plans, images_of_ranks=()):
+    """The plans of the padded batches of each block of ranks, which tell each other their needs."""
+    blocks = sorted({pods_around(of_plans, rank)[0] for rank in range(of_plans.ranks)}, key=min)
+    given = [
+        (
+            *(lengths_of_ranks[block.start : block.stop], of_plans.of_pod(block), None),
+            list(images_of_ranks[block.start : block.stop]),
+        )
+        for block in blocks
+    ]
+    needs = [pod_needs(*of_block) for of_block in given]
+    return blocks, [
+        plan_padded(*of_block, share=PodShare.of(block.start, own, needs))
+        for block, of_block, own in zip(blocks, given, needs, strict=True)
+    ]
+
+
+def check_padded(lengths_of_ranks, of_plans):
+    """Each token of each sequence has one row in its pod; pods run equally many micro-batches."""
+    blocks, pods = planned_in_pods(lengths_of_ranks, of_plans)
+    tokens = sum(map(sum, lengths_of_ranks))
+    assert len({len(planned.sequences.plans) for planned in pods}) == 1
+    for block, planned in zip(blocks, pods, strict=True):
+        plans = planned.sequences.plans
+        assert {plan.ranks for plan in plans} == {block}
+        assert all((plan.tokens <= of_plans.rows_per_rank).all() for plan in plans)
+        assert sum(plan.document_tokens for plan in plans) == tokens
+        rows = planned.travelling(planned.sequences.rank_rows)
+        rows = rows[rows["source"] != NO_RANK]
+        assert np.isin(rows["rank"], block).all()
+        held = sorted(
+            (source, index, token)
+            for source, index, start, stop in rows[["source", "index", "start", "stop"]].tolist()
+            for token in range(start, stop)
+        )
+        assert held == [
+            (rank, index, token)
+            for rank in block
+            for index, length in enumerate(lengths_of_ranks[rank])
+            for token in range(length)
+        ]
+    return pods
+
+
+@settings(deadline=None, max_examples=20)
+@given(
+    st.lists(st.lists(st.integers(0, 16), max_size=4), min_size=7, max_size=7),
+    st.sampled_from([(2, 2), ((2, 2, 1, 2), 2), (1, 7)]),
+)
+def test_padded_batches_stay_in_their_pods(lengths_of_ranks, launch):
+    ranks_per_node, pod_ranks = launch
+    ranks_per_node = (2, 2, 2, 1) if ranks_per_node == 2 else ranks_per_node
+    of_plans = settings_of(
+        7, 16, pod_ranks, ranks_per_node=ranks_per_node, ping_pong="auto", balance_block_size=4
+    )
+    check_padded(lengths_of_ranks, of_plans)
+
+
+def test_a_sequence_beyond_its_pod_is_refused():
+    with refused(Batch.LONG_SEQUENCE, length=17, limit=16, where=A_POD):
+        pod_needs([[17], [3]], settings_of(2, 8))
+
+
+def test_a_pod_runs_as_many_micro_batches_as_the_one_that_needs_the_most():
+    of_plans = settings_of(4, 8, 2, balance_block_size=4)
+    pods = check_padded([[8, 8], [8, 8], [3], []], of_plans)
+    assert [len(planned.sequences.plans) for planned in pods] == [2, 2]
+    assert [planned.most_rows for planned in pods] == [32, 32]
+    # An image of one pod lets all ranks encode.
+    images = np.array([(0, 0, 0, 1, 4, 16, 1.0)], IMAGE)
+    placeholders = np.array([(0, 1, 2, 0)], PLACEHOLDERS)
+    none = GivenImages(("image",), images[:0].tobytes(), placeholders[:0].tobytes())
+    one = GivenImages(("image",), images.tobytes(), placeholders.tobytes())
+    _, pods = planned_in_pods([[4], [5], [3], [6]], of_plans, [none, none, none, one])
+    planned_images = [planned.sequences.plans[0].images["image"] for planned in pods]
+    assert [images.encoders.tolist() for images in planned_images] == [[], [3]]
+
+
 def test_few_ranks_are_one_pod():
     lengths = [30, 12, 9, 7, 5, 3]
     of_plans = settings_of(4, 18, pod_ranks=3)
@@ -262,3 +345,23 @@ def test_thousands_of_ranks_plan_pods_of_their_own():
             assert plan.stage_rows == other.plans[kind].stage_rows
     assert (first.tokens <= THOUSANDS.rows_per_rank).all()
     assert first.choice.attention == last.choice.attention
+
+
+def test_thousands_of_ranks_plan_padded_batches_of_their_pods():
+    random = np.random.default_rng(1)
+    lengths = random.integers(1, 20_000, (4096, 3))
+    blocks = [pods_around(THOUSANDS, rank)[0] for rank in range(0, 4096, 64)]
+    of_blocks = [lengths[block.start : block.stop].tolist() for block in blocks]
+    needs = [pod_needs(rows, THOUSANDS.of_pod(blocks[0])) for rows in of_blocks]
+    share = PodShare.of(4032, needs[-1], needs)
+    planned = plan_padded(of_blocks[-1], THOUSANDS.of_pod(blocks[-1]), share=share)
+    plans = planned.sequences.plans
+    assert [plan.ranks for plan in plans] == [range(4032, 4096)] * share.micro_batches
+    assert sum(plan.document_tokens for plan in plans) == lengths.sum()
+    assert all((plan.tokens <= THOUSANDS.rows_per_rank).all() for plan in plans)
+    rows = planned.travelling(planned.sequences.rank_rows)
+    rows = rows[rows["source"] != NO_RANK]
+    of_batches = np.zeros((4096, 3), np.int64)
+    np.add.at(of_batches, (rows["source"], rows["index"]), rows["stop"] - rows["start"])
+    assert (of_batches[4032:] == lengths[4032:]).all()
+    assert not of_batches[:4032].any()

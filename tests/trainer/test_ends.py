@@ -10,6 +10,7 @@ import shutil
 import signal
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -231,39 +232,47 @@ def test_a_rank_that_waits_for_a_stopped_one_says_where_that_one_is(tmp_path):
         assert [rank.exitcode for rank in ranks] == [0, 0]
 
 
-@pytest.mark.parametrize(
-    ("place", "stopped", "says"),
-    [
-        (
-            "forward",
-            1,
-            r"RankLost: rank 0 has waited for rows of other ranks in the forward .*: "
-            r"rank 1 \(process",
-        ),
-        (
-            "backward",
-            1,
-            r"rank 0 has been in the backward of step .*: rank 1 \(process .*\. This process ends",
-        ),
-        (
-            "backward",
-            0,
-            r"rank 1 has been in the backward of step .*: the run's store, .* This process ends",
-        ),
-    ],
-)
+STOPPED_FOR_GOOD = [
+    (
+        "forward",
+        1,
+        r"RankLost: rank 0 has waited for rows of other ranks in the forward .*: "
+        r"rank 1 \(process",
+    ),
+    (
+        "backward",
+        1,
+        r"rank 0 has been in the backward of step .*: rank 1 \(process .*\. This process ends",
+    ),
+    (
+        "backward",
+        0,
+        r"rank 1 has been in the backward of step .*: the run's store, .* This process ends",
+    ),
+]
+"""Where a rank is stopped, which rank it is, and what the other one says when it ends."""
+
+
 @pytest.mark.launches
-def test_all_ranks_end_when_one_is_stopped_for_good(tmp_path, place, stopped, says):
+def test_all_ranks_end_when_one_is_stopped_for_good(tmp_path):
+    """In several launches at once: most of their time they wait."""
     limit_s = 15.0  # connections of gloo take 5 s on machines whose resolver is slow
-    with own_processes(
-        2, _train_with_stops, tmp_path, place, stopped, limit_s, folder=tmp_path
-    ) as ranks:
-        _wait_for((tmp_path / f"stopped-{place}").exists, ranks)
-        begin = time.monotonic()
-        ranks[1 - stopped].join(WAIT_S)
-        assert ranks[1 - stopped].exitcode == 1
-        assert time.monotonic() - begin < limit_s + 30
-    assert re.search(says, (tmp_path / f"output-{1 - stopped}").read_text(errors="replace"))
+    launches = []
+    with ExitStack() as stack:
+        for place, stopped, _ in STOPPED_FOR_GOOD:
+            folder = tmp_path / f"{place}-{stopped}"
+            folder.mkdir()
+            ranks = own_processes(
+                2, _train_with_stops, folder, place, stopped, limit_s, folder=folder
+            )
+            launches.append((folder, stack.enter_context(ranks)))
+        for (place, stopped, says), (folder, ranks) in zip(STOPPED_FOR_GOOD, launches, strict=True):
+            _wait_for((folder / f"stopped-{place}").exists, ranks)
+            begin = (folder / f"stopped-{place}").stat().st_mtime
+            ranks[1 - stopped].join(WAIT_S)
+            assert ranks[1 - stopped].exitcode == 1
+            assert time.time() - begin < limit_s + 30
+            assert re.search(says, (folder / f"output-{1 - stopped}").read_text(errors="replace"))
 
 
 def test_an_evaluation_reports_the_failed_rank(tmp_path):

@@ -13,6 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM, TrainingArguments
 
 from hf_distca.dispatch import host_copies
+from hf_distca.dispatch.dispatcher import Dispatcher
 from hf_distca.dispatch.host_copies import Copies
 from hf_distca.memory.fitting import log_memory
 from hf_distca.memory.model_state import parameter_bytes
@@ -279,6 +280,44 @@ def test_ranks_train_in_pods_whose_size_changes(run):
     results = run("fsdp2 on four ranks", "two pods")
     pods = [result["after"][:2] for result in results]
     assert pods == [[range(0, 2), range(4)]] * 2 + [[range(2, 4), range(4)]] * 2
+
+
+def _preferences_in_pods(folder: str) -> tuple[list[range], list[dict[str, Any]]]:
+    """The ranks of each plan of DPO on a rank, which is compared with TRL's, and what was logged.
+
+    The batches of a pod may need more micro-batches than those of the other one.
+    """
+    planned_ranks: list[range] = []
+    bind = Dispatcher.bind
+
+    def noted(dispatcher: Dispatcher, plan: Any) -> Any:
+        planned_ranks.append(plan.ranks)
+        return bind(dispatcher, plan)
+
+    case = preferences.Case(
+        "dpo",
+        arguments={"max_steps": 2},
+        planned={
+            **{"tokens_per_rank": 64, "document_layout": "auto", "device_profile": "h100"},
+            **{"ranks_per_node": 2, "pod_ranks": 2},
+        },
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Dispatcher, "bind", noted)
+        return planned_ranks, preferences.compare_with_stock(folder, case, 2e-4)
+
+
+def test_padded_batches_are_trained_in_pods(rank_pools, tmp_path):
+    results = rank_pools[4].run(_preferences_in_pods, str(tmp_path))
+    ranks = [set(planned_ranks) for planned_ranks, _ in results]
+    assert ranks == [{range(2)}] * 2 + [{range(2, 4)}] * 2
+    # All pods run equally many micro-batches, and some batches need several.
+    counts = {len(planned_ranks) for planned_ranks, _ in results}
+    assert len(counts) == 1
+    assert counts.pop() > 4  # two steps of the model and of its reference
+    first = results[0][1][0]
+    assert first["distca/computed_rows"] > 0
+    assert 0 < first["distca/padding_share"] < 1
 
 
 def _refusals_and_memory(folder: str) -> None:

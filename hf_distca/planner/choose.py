@@ -97,6 +97,8 @@ OTHER_STAGES: Mapping[int, Sequence[int]] = {1: (2, 8), 2: (2,)}
 the usual number. Two nano-batches hide exchanges already, so many stages cost more than they
 hide."""
 
+CountsOfKinds = Mapping[AttentionKind, CountedPlan]
+"""Counts of the plans of a nano-batch."""
 Division = Literal["over all", "over few", "as set"]
 """How long documents of a group are divided: over all of its ranks, or over few, see
 `hf_distca.planner.division`; or with the layout that the settings name."""
@@ -611,7 +613,7 @@ class _Search:
     def _fastest_stages(
         self,
         nano_batches: Sequence[NanoBatch],
-        counts: Sequence[Mapping[AttentionKind, CountedPlan]],
+        counts: Sequence[CountsOfKinds],
         options: Iterable[int | None],
     ) -> tuple[Walked, int | None]:
         """Return the fastest of some numbers of stages, with its predicted step.
@@ -621,34 +623,41 @@ class _Search:
         Args:
             options: approximate numbers of stages; None for the usual number.
         """
+        # Small exchanges take fewer stages than asked for: equal numbers are predicted once.
+        counts_of_stages: dict[tuple[int, ...], tuple[list[CountsOfKinds], int | None]] = {}
+        for option in options:
+            staged = [
+                self._staged(counts_of_kinds, option, len(counts)) for counts_of_kinds in counts
+            ]
+            stages = tuple(of_kind.stages for of_kinds in staged for of_kind in of_kinds.values())
+            counts_of_stages.setdefault(stages, (staged, option))
         layouts = [nano.layout for nano in nano_batches]
-        usual = usual_stages(len(nano_batches))
-        steps: dict[tuple[int, ...], tuple[Walked, int | None]] = {}
-        for option in sorted(options, key=lambda option: option or usual):
-            staged = []
-            for counts_of_kinds in counts:
-                staged_of_kinds = {
-                    kind: in_stages(
-                        plan_counts,
-                        self._settings.buffer_rows(kind),
-                        stages=option or usual,
-                        together=option is not None,
-                    )
-                    for kind, plan_counts in counts_of_kinds.items()
-                }
-                staged.append(staged_of_kinds)
-            # Small exchanges take fewer stages than asked for: equal steps are predicted once.
-            stages = tuple(
-                plan_counts.stages
-                for counts_of_kinds in staged
-                for plan_counts in counts_of_kinds.values()
+        steps = []
+        for stages in sorted(counts_of_stages):
+            staged, option = counts_of_stages[stages]
+            step = predict_step(staged, layouts, self._costs, self._settings.node_of_ranks)
+            steps.append((step, option))
+            if step.waits <= HARDLY_WAITS:
+                break
+        return min(steps, key=lambda step_and_option: step_and_option[0].seconds)
+
+    def _staged(
+        self, counts: CountsOfKinds, option: int | None, nano_batches: int
+    ) -> dict[AttentionKind, CountedPlan]:
+        """Return the counts of the plans of a nano-batch in an approximate number of stages.
+
+        Args:
+            option: as in `_fastest_stages`.
+        """
+        return {
+            kind: in_stages(
+                plan_counts,
+                self._settings.buffer_rows(kind),
+                stages=option or usual_stages(nano_batches),
+                together=option is not None,
             )
-            if stages not in steps:
-                step = predict_step(staged, layouts, self._costs, self._settings.node_of_ranks)
-                steps[stages] = step, option
-                if step.waits <= HARDLY_WAITS:
-                    break
-        return min(steps.values(), key=lambda step_and_stages: step_and_stages[0].seconds)
+            for kind, plan_counts in counts.items()
+        }
 
     # 4. The plan that is taken.
 

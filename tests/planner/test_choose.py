@@ -571,7 +571,7 @@ def test_among_many_ranks_smaller_groups_may_be_less_even(search, monkeypatch):
 
 @pytest.mark.parametrize(("too_uneven", "smallest"), [(2.0, 8), (9.0, 4)])
 def test_groups_that_a_document_makes_too_uneven_are_left_out(monkeypatch, too_uneven, smallest):
-    """A document with nearly all pairs keeps groups of four busy four times as long as all ranks."""
+    """A document with nearly all pairs keeps groups of four busy four times as long as 16 ranks."""
     monkeypatch.setattr(choose, "TOO_UNEVEN", too_uneven)
     settings = PlanSettings(16, 64, (KIND,), ranks_per_node=4, costs=costs(FREE, SLOW))
     search = _Search(np.array([240, *[8] * 30]), settings, partial(list))

@@ -643,7 +643,7 @@ class _Search:
 
     def _staged(
         self, counts: CountsOfKinds, option: int | None, nano_batches: int
-    ) -> dict[AttentionKind, CountedPlan]:
+    ) -> CountsOfKinds:
         """Return the counts of the plans of a nano-batch in an approximate number of stages.
 
         Args:

@@ -800,6 +800,24 @@ def gpu_loss_chunks() -> Rows:
         )
 
 
+@table_of("tasks")
+def tasks() -> Rows:
+    yield (
+        *("task", "length", "chance", "stock", "planned"),
+        *("difference", "its standard error", "two seeds differ by"),
+    )
+    for row in result("tasks")["rows"]:
+        of_seeds = max(max(shares) - min(shares) for shares in row["seeds"].values())
+        yield (
+            row["task"],
+            f"{row['length']:,}",
+            *(f"{row[name]:.3f}" for name in ("chance", "stock", "planned")),
+            f"{row['difference']:+.3f}",
+            f"{row['standard error of the difference']:.3f}",
+            f"{of_seeds:.3f}",
+        )
+
+
 def table(name: str) -> str:
     header, *rows = TABLES[name][0]()
     return (

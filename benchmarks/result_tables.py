@@ -298,9 +298,9 @@ def step_time() -> Rows:
             yield ranks, mix, *(quartiles(ratio) if ratio else "–" for ratio in ratios)
 
 
-@table_of("peers")
-def peers() -> Rows:
-    found = result("peers")
+def beside_peers(name: str) -> Rows:
+    """Rows of strategies that train the same documents."""
+    found = result(name)
     yield (
         "ranks",
         "documents",
@@ -326,6 +326,51 @@ def peers() -> Rows:
             f"{of_strategy['MiB']:.0f}",
             f"{speed['median']:.0f} ({speed['lower']:.0f} to {speed['upper']:.0f})",
             quartiles(ratio) if ratio else "",
+        )
+
+
+@table_of("peers")
+def peers() -> Rows:
+    yield from beside_peers("peers")
+
+
+@table_of("peers_ringmaster", "peers_ringmaster_again")
+def peers_ringmaster() -> Rows:
+    yield from beside_peers("peers_ringmaster")
+
+
+@table_of("prefixes_tree_recurrence", "prefixes_tree_recurrence_again")
+def prefixes_tree_recurrence() -> Rows:
+    found = result("prefixes_tree_recurrence")
+    again = result("prefixes_tree_recurrence_again")
+    yield (
+        "documents",
+        "strategy",
+        "rows",
+        "rows scanned",
+        "MiB",
+        "loss and gradients differ by",
+        "seconds",
+        "over hf_distca",
+        "in a second run",
+    )
+    for name in found["largest_difference"]:
+        case, strategy = name.split(", ")
+        counted = {key: found["counted"][f"{name}, {key}"] for key in ("rows", "scanned", "MiB")}
+        ratio = f"{case}, {strategy} / hf_distca"
+        over = [
+            quartiles(run["derived"][ratio]) if ratio in run["derived"] else ""
+            for run in (found, again)
+        ]
+        yield (
+            case,
+            strategy,
+            f"{counted['rows']:.0f}",
+            f"{counted['scanned']:.0f}",
+            f"{counted['MiB']:.0f}",
+            f"{found['largest_difference'][name]:.0e}",
+            quartiles(found["figures"][f"{name}, s"]),
+            *over,
         )
 
 
@@ -560,6 +605,30 @@ def pods() -> Rows:
         of_kind = [row for row in found if row["documents"] == kind]
         ratios = (f"{row['median']:.3f} / {row['worst']:.3f}" for row in of_kind)
         yield CORPORA.get(kind, kind), *ratios
+
+
+@table_of("growth")
+def growth() -> Rows:
+    """What a rank takes for its part of a micro-batch, by number of ranks."""
+    found = result("growth")
+    names = ("padded, ms", "padded, KB", "stream, ms", "routes, ms")
+    yield "ranks", "plans", *names
+    for row in found["ranks"]:
+        cells = ("" if row[name] is None else f"{row[name]:,.0f}" for name in names)
+        yield f"{row['ranks']:,}", row["plans"], *cells
+    exponents = found["exponents"]
+    yield "exponent of ranks", "pods", *(f"{exponents[name]:.2f}" for name in names)
+
+
+@table_of("growth")
+def growth_of_sampler() -> Rows:
+    """What drawing micro-batches takes for each document of a data set, by number of ranks."""
+    found = result("growth")["sampler"]
+    names = [name for name in found[0] if name != "ranks"]
+    yield "ranks", *names
+    for row in found:
+        start, epoch, memory = (row[name] for name in names)
+        yield f"{row['ranks']:,}", f"{start:.2f}", f"{epoch:.2f}", f"{memory:.0f}"
 
 
 @table_of("prefix_plans")

@@ -887,6 +887,28 @@ def tasks() -> Rows:
         )
 
 
+@table_of("dpo_curves", "grpo_curves")
+def preference_curves() -> Rows:
+    yield (
+        *("training", "seed"),
+        *("stock, first 10 steps", "stock, last 10 steps", "planned, last 10 steps"),
+        *("mean difference of the curves", "two seeds, one way", "steps alike"),
+    )
+    for name in ("dpo", "grpo"):
+        figures = result(f"{name}_curves")[name]
+        of_seeds = figures["difference_of_seeds"]
+        for seed, alike in enumerate(figures["steps_alike"]):
+            values = (figures["first"]["stock"], *figures["last"].values())
+            yield (
+                name.upper(),
+                str(seed),
+                *(f"{of_seed[seed]:.3f}" for of_seed in values),
+                f"{figures['difference_of_ways'][seed]:.1e}",
+                f"{max(of_seeds):.3f}",
+                f"{alike} of {figures['steps']}",
+            )
+
+
 def table(name: str) -> str:
     header, *rows = TABLES[name][0]()
     return (

@@ -540,6 +540,14 @@ def test_tasks_in_sentences_are_those_of_the_results():
     assert "once for planned and twice for stock" in page
 
 
+def test_rewards_of_both_ways_in_sentences_are_those_of_the_results():
+    assert "In these trainings they never do" in words_of("docs/evidence/training.md")
+    for name in ("dpo", "grpo"):
+        found = result(f"{name}_curves")[name]
+        assert set(found["steps_alike"]) == {found["steps"]}
+        assert min(found["last"]["planned"]) > 2 * max(found["first"]["planned"])
+
+
 def test_targets_in_sentences_are_those_of_the_results():
     counts = result("targets")["counts"]
     most = {

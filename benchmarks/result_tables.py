@@ -899,11 +899,12 @@ def preference_curves() -> Rows:
         of_seeds = figures["difference_of_seeds"]
         for seed, alike in enumerate(figures["steps_alike"]):
             values = (figures["first"]["stock"], *figures["last"].values())
+            difference = figures["difference_of_ways"][seed]
             yield (
                 name.upper(),
                 str(seed),
                 *(f"{of_seed[seed]:.3f}" for of_seed in values),
-                f"{figures['difference_of_ways'][seed]:.1e}",
+                f"{difference:.1e}" if difference else "0",
                 f"{max(of_seeds):.3f}",
                 f"{alike} of {figures['steps']}",
             )

@@ -55,7 +55,7 @@ def llama(
     return LlamaForCausalLM(config).to(dtype).train()
 
 
-def hybrid(positions: int) -> nn.Module:
+def hybrid(positions: int, implementation: str = "distca") -> nn.Module:
     """A Qwen3.5 with random weights, the same every time.
 
     It has a quarter of the width of a Qwen3.5-0.8B, a layer with a gated delta rule, and one with
@@ -78,7 +78,7 @@ def hybrid(positions: int) -> nn.Module:
     )
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(
-        config, attn_implementation="distca", dtype=torch.float32
+        config, attn_implementation=implementation, dtype=torch.float32
     )
     return model.train()
 

@@ -4,7 +4,7 @@ TRL's trainers do.
 Shape suffixes: B sequences, L columns, N tokens with a target, H width of a hidden state.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -118,7 +118,7 @@ def forward_backward(model: nn.Module, batches: Sequence[Batch], targets: int) -
         is_target_BL = batch.is_target[:, 1:]
         rows_NH = hidden_BLH[:, :-1][is_target_BL]
         wanted_N = batch.input_ids[:, 1:][is_target_BL]
-        loss = sum(_losses(model.lm_head, rows_NH, wanted_N)) / targets
+        loss = sum_of_losses(model.lm_head, rows_NH, wanted_N) / targets
         loss.backward()
         total += loss.item()
     return total
@@ -138,11 +138,12 @@ def norm_of_gradients(model: nn.Module) -> float:
     return total**0.5
 
 
-def _losses(head: nn.Module, rows_NH: Tensor, wanted_N: Tensor) -> Iterator[Tensor]:
-    """Summed losses of a few rows at a time, whose logits are made again in the backward."""
+def sum_of_losses(head: nn.Module, rows_NH: Tensor, wanted_N: Tensor) -> Tensor:
+    """Sum of the losses of rows. Logits of a few rows are made at a time, and again in backward."""
 
     def loss_of(rows: Tensor, wanted: Tensor) -> Tensor:
         return cross_entropy(head(rows).float(), wanted, reduction="sum")
 
-    for rows, wanted in zip(rows_NH.split(LOGIT_ROWS), wanted_N.split(LOGIT_ROWS), strict=True):
-        yield checkpoint(loss_of, rows, wanted, use_reentrant=False)
+    parts = zip(rows_NH.split(LOGIT_ROWS), wanted_N.split(LOGIT_ROWS), strict=True)
+    losses = [checkpoint(loss_of, rows, wanted, use_reentrant=False) for rows, wanted in parts]
+    return torch.stack(losses).sum()

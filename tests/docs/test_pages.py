@@ -6,6 +6,7 @@ import ast
 import html
 import importlib.util
 import inspect
+import os
 import re
 import runpy
 import shlex
@@ -616,6 +617,20 @@ def test_bytes_of_rows_add_up():
     assert [int(total[at]) for at in (2, 4)] == [
         sum(int(row[at]) for row in sent if row[at:]) for at in (2, 4)
     ]
+
+
+def test_patches_for_other_packages_apply_to_the_installed_versions():
+    patches = re.findall(r"```diff\n(.*?)```", PAGES["docs/development/upstream.md"], re.S)
+    assert len(patches) == 6
+    done = subprocess.run(
+        ["git", "apply", "--check", "-"],
+        cwd=Path(transformers.__file__).parents[1],
+        env={**os.environ, "GIT_DIR": os.devnull},  # the packages may lie within a repository
+        input="".join(patches),
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
 
 
 # The site and PyPI

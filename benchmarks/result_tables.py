@@ -334,7 +334,7 @@ def peers() -> Rows:
     yield from beside_peers("peers")
 
 
-@table_of("peers_ringmaster", "peers_ringmaster_again")
+@table_of("peers_ringmaster")
 def peers_ringmaster() -> Rows:
     yield from beside_peers("peers_ringmaster")
 

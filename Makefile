@@ -57,7 +57,9 @@ quick: $(SETUP)
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile \
 		-m "not launches and not gpu and not survey and not further_strategy" $(QUICK_TESTS)
 
-test: lint types tests
+# Types beside the tests, which leave a core idle now and then.
+test: lint
+	@$(MAKE) --no-print-directory --jobs 2 types tests
 
 lint: $(SETUP)
 	@echo "Lint: style, and the direction of imports."
@@ -71,9 +73,12 @@ types: $(SETUP)
 	$(BIN)/mypy tests/user_script.py  # an installed package has types, and a misspelt argument is found
 
 # In the order of tests/conftest.py: by default files with the fewest tests come last, and those launch trainings.
+# Three workers on two cores: tests of ranks that are stopped, of limits of time and of processes that start mostly wait.
+# Its many processes read compiled files, also where a shell lets Python write none.
+tests: export PYTHONDONTWRITEBYTECODE :=
 tests: $(SETUP)
 	@echo "Tests: a quarter of an hour on two cores."
-	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
+	$(BIN)/python -m pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder
 
 # The site into site/: site/index.html needs no server. A broken link, a missing page or a warning ends the build.
 # Docstrings are read from the source, so that neither torch nor the library is installed for it.

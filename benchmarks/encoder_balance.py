@@ -228,7 +228,7 @@ def both(documents: Documents, chosen: NDArray[np.int64], run: RunSpec) -> dict[
     timed["cost"] = seconds
     batch = SimulatedImages(timed, images.placeholders, LAYERS * WIDTH * BFLOAT16)
     (plan,) = sequences.plans
-    step = with_encoders(step_of_plan(plan, run), plan, batch, lengths, run)
+    step = with_encoders(step_of_plan(plan, run), [plan], batch, lengths, run)
     assert step.encoder is not None
     more = found["in place"]["busiest, s"] - float(step.encoder.max())
     without_plans = {PLAIN: plain(lengths, run), WHOLE: whole_documents(lengths, run)}
@@ -236,7 +236,7 @@ def both(documents: Documents, chosen: NDArray[np.int64], run: RunSpec) -> dict[
         "hf_distca": step.seconds,
         "hf_distca, encoders in place": step.seconds + more,
         **{
-            name: with_encoders(each, None, batch, lengths, run).seconds
+            name: with_encoders(each, [], batch, lengths, run).seconds
             for name, each in without_plans.items()
         },
     }

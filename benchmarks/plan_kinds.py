@@ -23,7 +23,7 @@ from harness.simulated import simulated_run
 from typical_data import RANKS_PER_NODE, TOKENS_PER_RANK, data
 
 from hf_distca.plan.arrays import IntArray
-from hf_distca.planner.build import nano_batches_as_set
+from hf_distca.planner.build import lay_out_as_set
 from hf_distca.planner.choose import Candidate, Division, PlannedCandidate, _Search
 from hf_distca.planner.settings import COARSER_TOLERANCE, PlanSettings
 from hf_distca.predict.shapes import LLAMA_8B
@@ -91,7 +91,7 @@ class EveryCandidate(_Search):
 
 def every_plan(lengths: IntArray, settings: PlanSettings) -> Iterator[PlannedCandidate]:
     """Plan every candidate that can be planned."""
-    as_set = partial(nano_batches_as_set, lengths)
+    as_set = partial(lay_out_as_set, lengths)
     search = EveryCandidate(lengths, settings, as_set)
     planned = map(search.planned, search.in_groups())
     return (candidate for candidate in planned if candidate is not None)

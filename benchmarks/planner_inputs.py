@@ -16,7 +16,7 @@ from hf_distca.plan.cost import RowBytes
 from hf_distca.plan.figures import bytes_moved, loads_of
 from hf_distca.plan.intervals import row_counts
 from hf_distca.planner.balance import balance
-from hf_distca.planner.build import nano_batches_as_set
+from hf_distca.planner.build import balanced, lay_out_as_set
 from hf_distca.planner.layout import fixed_layout
 from hf_distca.planner.settings import PlanSettings
 
@@ -49,7 +49,7 @@ def plan_once(
     )
     if kind == "auto":
         lengths = np.array([length for row in rows for length in row])
-        (nano_batch,) = nano_batches_as_set(lengths, settings)
+        (nano_batch,) = balanced(lay_out_as_set(lengths, settings), settings)
         return nano_batch.plans[attention]
     layout = fixed_layout(rows, ranks)
     if kind == "fixed, head-tail":

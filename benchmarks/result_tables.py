@@ -607,6 +607,30 @@ def pods() -> Rows:
         yield CORPORA.get(kind, kind), *ratios
 
 
+@table_of("growth")
+def growth() -> Rows:
+    """What a rank takes for its part of a micro-batch, by number of ranks."""
+    found = result("growth")
+    names = ("padded, ms", "padded, KB", "stream, ms", "routes, ms")
+    yield "ranks", "plans", *names
+    for row in found["ranks"]:
+        cells = ("" if row[name] is None else f"{row[name]:,.0f}" for name in names)
+        yield f"{row['ranks']:,}", row["plans"], *cells
+    exponents = found["exponents"]
+    yield "exponent of ranks", "pods", *(f"{exponents[name]:.2f}" for name in names)
+
+
+@table_of("growth")
+def growth_of_sampler() -> Rows:
+    """What drawing micro-batches takes for each document of a data set, by number of ranks."""
+    found = result("growth")["sampler"]
+    names = [name for name in found[0] if name != "ranks"]
+    yield "ranks", *names
+    for row in found:
+        start, epoch, memory = (row[name] for name in names)
+        yield f"{row['ranks']:,}", f"{start:.2f}", f"{epoch:.2f}", f"{memory:.0f}"
+
+
 @table_of("prefix_plans")
 def prefix_plans() -> Rows:
     found = result("prefix_plans")
@@ -843,68 +867,6 @@ def gpu_loss_chunks() -> Rows:
             f"{step['step_s']:.3f} s",
             *("–" if size is None else f"{size:g} GB" for size in sizes),
         )
-
-
-@table_of("convergence")
-def convergence() -> Rows:
-    found = result("convergence")
-    yield (
-        "seed",
-        "stock, last 100 steps",
-        "planned, last 100 steps",
-        "mean difference of the curves",
-    )
-    ends = zip(*found["last_losses"].values(), strict=True)
-    for seed, (losses, difference) in enumerate(
-        zip(ends, found["difference_of_ways"], strict=True)
-    ):
-        yield str(seed), *(f"{loss:.3f}" for loss in losses), f"{difference:.4f}"
-    of_seeds = found["difference_of_seeds"]
-    yield "two seeds, one way", "", "", f"{min(of_seeds):.4f} to {max(of_seeds):.4f}"
-
-
-@table_of("tasks")
-def tasks() -> Rows:
-    yield (
-        "task",
-        "length",
-        "chance",
-        *("stock", "planned", "standard error"),
-        *("difference", "standard error of the difference"),
-    )
-    for row in result("tasks")["rows"]:
-        shares = (row[name] for name in ("chance", "stock", "planned", "standard error"))
-        yield (
-            row["task"],
-            f"{row['length']:,}",
-            *(f"{share:.3f}" for share in shares),
-            f"{row['difference']:+.3f}",
-            f"{row['standard error of the difference']:.3f}",
-        )
-
-
-@table_of("preference_curves")
-def preference_curves() -> Rows:
-    yield (
-        "training",
-        "seed",
-        *("stock, first 10 steps", "stock, last 10 steps", "planned, last 10 steps"),
-        *("mean difference of the curves", "of two seeds", "steps alike"),
-    )
-    found = result("preference_curves")
-    for name in ("dpo", "grpo"):
-        figures = found[name]
-        of_seeds = figures["difference_of_seeds"]
-        for seed, alike in enumerate(figures["steps_alike"]):
-            of_seed = (figures["first"]["stock"], *figures["last"].values())
-            yield (
-                name.upper(),
-                str(seed),
-                *(f"{values[seed]:.3f}" for values in of_seed),
-                f"{figures['difference_of_ways'][seed]:.4f}",
-                f"{min(of_seeds):.3f} to {max(of_seeds):.3f}",
-                f"{alike} of {figures['steps']}",
-            )
 
 
 def table(name: str) -> str:

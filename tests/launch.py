@@ -16,18 +16,6 @@ CONFIGS = ROOT / "examples" / "configs"
 """A file for each strategy, by its name."""
 
 
-def launcher(strategy: str, ranks: int) -> list[str]:
-    """The command that launches a script, without the script."""
-    command = [
-        sys.executable,
-        "-m",
-        "accelerate.commands.launch",
-        "--config_file",
-        str(CONFIGS / f"{strategy}.yaml"),
-    ]
-    return [*command, f"--num_processes={ranks}", f"--main_process_port={free_port()}"]
-
-
 def cpu_environment() -> dict[str, str]:
     """The environment of a launch on the CPU."""
     # Trainers that tests make in this process leave settings for accelerate behind.
@@ -80,10 +68,10 @@ def launch_environment(strategy: str, ranks: int) -> dict[str, str]:
             "deepspeed_launcher",
             lambda args: environments.append(prepare_deepspeed_cmd_env(args)[1]),
         )
-        command = [*launcher(strategy, ranks)[3:], "script.py"]
-        accelerate_launch.launch_command(
-            accelerate_launch.launch_command_parser().parse_args(command)
-        )
+        config = ["--config_file", str(CONFIGS / f"{strategy}.yaml")]
+        size = [f"--num_processes={ranks}", f"--main_process_port={free_port()}"]
+        parser = accelerate_launch.launch_command_parser()
+        accelerate_launch.launch_command(parser.parse_args([*config, *size, "script.py"]))
         (environment,) = environments
         changed = {
             name: value for name, value in environment.items() if os.environ.get(name) != value

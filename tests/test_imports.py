@@ -4,8 +4,10 @@ import subprocess
 import sys
 
 import pytest
+from transformers import PreTrainedModel
 
 import hf_distca
+from hf_distca.checks.setting_names import CHECKPOINTING, LATER
 
 
 def test_public_names():
@@ -21,6 +23,11 @@ def test_public_names_are_those_of_their_objects(name):
     assert getattr(hf_distca, name).__name__ == name
 
 
+def test_the_name_of_activation_checkpointing_is_that_of_models():
+    assert hasattr(PreTrainedModel, f"{CHECKPOINTING}_enable")
+    assert hasattr(PreTrainedModel, f"{LATER}_enable") is (CHECKPOINTING == LATER)
+
+
 SCRIPT = """
 import os, sys
 
@@ -34,6 +41,8 @@ in_a_process_of_its_own("import hf_distca; assert not {'torch', 'transformers'} 
 # Every order needs these modules, and none of them imports transformers: one import saves time.
 import accelerate, datasets, torch, torch._dynamo, torch.distributed.fsdp, torch.distributed.tensor
 assert not {'hf_distca', 'transformers'} & set(sys.modules)
+of_commands = "import hf_distca.cli.serve, hf_distca.pool.server, hf_distca.cli.doctor"
+in_a_process_of_its_own(f"{of_commands}; assert 'transformers' not in sys.modules")
 for first in (
     "import hf_distca",
     "import transformers.modeling_utils, hf_distca",
@@ -48,6 +57,6 @@ for first in (
 
 @pytest.mark.launches
 def test_transformers_knows_the_implementation_whatever_is_imported_first():
-    """And importing hf_distca alone imports no library."""
+    """And importing hf_distca alone imports no library, and servers import no model."""
     done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -1,7 +1,7 @@
 """A user's model on fake tensors: its config, kinds of attention, shape and memory."""
 
 import argparse
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import product
 from typing import Any, NamedTuple
@@ -19,8 +19,9 @@ from hf_distca.models.fake import model_of_config
 from hf_distca.models.model_facts import check_model
 from hf_distca.models.shape import mixing_shape
 from hf_distca.plan import MicroBatchPlan
+from hf_distca.plan.arrays import IntArray
 from hf_distca.planner.settings import PlanSettings
-from hf_distca.predict.mixing_layers import count_cuts
+from hf_distca.predict.mixing_layers import CountedCuts, count_cuts
 from hf_distca.predict.shapes import MODELS, ModelShape
 from hf_distca.progress import terminal_bar
 from hf_distca.run import STRATEGIES, RunSpec
@@ -106,26 +107,39 @@ def config_of_shape(shape: ModelShape) -> LlamaConfig:
 
 
 def mixing_of(
-    model: PreTrainedModel, plan: MicroBatchPlan, settings: PlanSettings
+    model: PreTrainedModel, plans: Sequence[MicroBatchPlan], settings: PlanSettings
 ) -> dict[str, float] | None:
-    """Return figures of a layer that mixes rows in order; None for a model without."""
+    """Return figures of a layer that mixes rows in order; None for a model without.
+
+    Args:
+        plans: of each pod.
+    """
     shape = mixing_shape(model)
     if shape is None:
         return None
+    nodes = settings.nodes or (0,) * settings.ranks
     cuts = [
-        count_cuts(nano.layout, settings.nodes or (0,) * settings.ranks)
-        for nano in plan.nano_batches
+        [
+            count_cuts(nano.layout, nodes[plan.ranks.start : plan.ranks.stop])
+            for nano in plan.nano_batches
+        ]
+        for plan in plans
     ]
     halo = shape.width * shape.channels * settings.bytes_per_value
+
+    def most_of_ranks(runs: Callable[[CountedCuts], IntArray]) -> int:
+        """Return the runs of the busiest rank, of all its nano-batches."""
+        return max(int(np.sum([runs(cut) for cut in of_pod], axis=0).max()) for of_pod in cuts)
+
     return {
         "layers": shape.layers,
-        "runs": int(np.sum([cut.runs for cut in cuts], axis=0).max()),
-        "runs_unpacked": int(
-            np.sum([cut.segments + cut.uncut_documents for cut in cuts], axis=0).max()
-        ),
-        "segments": int(np.sum([cut.segments for cut in cuts])),
+        "runs": most_of_ranks(lambda cut: cut.runs),
+        "runs_unpacked": most_of_ranks(lambda cut: cut.segments + cut.uncut_documents),
+        "segments": sum(int(cut.segments.sum()) for of_pod in cuts for cut in of_pod),
         "state_bytes": shape.state_bytes,
-        "bytes_bottleneck": sum(cut.bytes_moved(halo, shape.state_bytes) for cut in cuts),
+        "bytes_bottleneck": max(
+            sum(cut.bytes_moved(halo, shape.state_bytes) for cut in of_pod) for of_pod in cuts
+        ),
     }
 
 

@@ -33,14 +33,14 @@ from hf_distca.cli.options import (
     write,
 )
 from hf_distca.config import DistCAConfig
-from hf_distca.plan import MicroBatchPlan
+from hf_distca.plan import AttentionKind, MicroBatchPlan
 from hf_distca.plan.arrays import IntArray
 from hf_distca.plan.cost import as_lengths
 from hf_distca.plan.figures import bytes_by_link, exchange_figures, loads_of
 from hf_distca.plan.stages import rows_by_stage
 from hf_distca.planner.build import packed_in_order
 from hf_distca.planner.layout import check_capacity
-from hf_distca.planner.micro_batch import plan_micro_batch, plan_placed
+from hf_distca.planner.micro_batch import plan_placed, plan_pods
 from hf_distca.planner.settings import PlanSettings
 from hf_distca.predict.device_profile import DeviceProfile
 from hf_distca.predict.shapes import MODELS
@@ -109,34 +109,35 @@ def run(options: argparse.Namespace) -> None:
         config, checkpointing = config_of(arguments, options), has_checkpoints(arguments)
         profile = profile_of(config, options)
         nodes_of_ranks(config, options.ranks)
-        seen, lengths, cut_advice = _micro_batch(options, options.ranks * config.tokens_per_rank)
+        tokens = PlanSettings(**config.plan_settings(options.ranks)).micro_batch_tokens
+        seen, lengths, cut_advice = _micro_batch(options, tokens)
         _check_fit(lengths, config, options)
         model, run = _model_and_run(config, profile, options, checkpointing=checkpointing)
         settings = run.plans
         began = time.perf_counter()
         with terminal_status("Planning"):
-            plan = _plan(lengths, settings)
+            plans = _plan(lengths, settings)
         plan_ms = (time.perf_counter() - began) * 1e3
     except ValueError as error:
         raise InputError(str(error)) from error
     # 2. Figures of the plan, and of the model's memory.
-    figures = _figures(plan, run) | {
+    figures = _figures(plans, run) | {
         "plan_ms": round(plan_ms, 3),
         "advice": [] if cut_advice is None else [cut_advice],
     }
     encoded = None
     if seen is not None:
-        figures["images"], encoded = _figures_of_images(seen, plan, run)
-    memory_figures, memory = _figures_of_memory(model, plan, run, config, options, encoded)
+        figures["images"], encoded = _figures_of_images(seen, plans, run)
+    memory_figures, memory = _figures_of_memory(model, plans, run, config, options, encoded)
     figures |= memory_figures
     # 3. Files, and then either JSON or tables.
     if options.report:
-        figures |= _figures_of_report(documents_of(lengths), plan, run, config, options)
+        figures |= _figures_of_report(documents_of(lengths), plans, run, config, options)
         write(options.report, plan_report(figures, memory))
     if options.json:
-        print(json.dumps(figures | {"plan": _tables(plan, settings)}))
+        print(json.dumps(figures | {"plan": _tables(plans, settings)}))
         return
-    print(_table(plan, figures, run, [*settings_in(arguments)], options))
+    print(_table(plans, figures, run, [*settings_in(arguments)], options))
     if cut_advice is not None:
         print("", wrapped(cut_advice), sep="\n")
     if memory:
@@ -164,7 +165,7 @@ def _micro_batch(
 
 
 def _figures_of_images(
-    seen: "ImagesOfPlan", plan: MicroBatchPlan, run: RunSpec
+    seen: "ImagesOfPlan", plans: Sequence[MicroBatchPlan], run: RunSpec
 ) -> tuple[dict[str, Any], "Encoded"]:
     """Return figures of encoders, and what the rank with the most patches encodes."""
     from hf_distca.memory.counted_encoder import Encoded
@@ -172,7 +173,7 @@ def _figures_of_images(
     found, documents = seen
     batch = found.simulated(documents, run)
     ranks = run.plans.ranks
-    encoders, _ = batch.encoders(plan, ranks)
+    encoders, _ = batch.encoders(plans)
     patches = np.bincount(encoders, batch.images["patches"], ranks).astype(int)
     seconds = np.bincount(encoders, batch.images["cost"], ranks)
     busiest = int(patches.argmax())
@@ -185,17 +186,22 @@ def _figures_of_images(
     return figures, Encoded(int((encoders == busiest).sum()), int(patches[busiest]))
 
 
-def _tables(plan: MicroBatchPlan, settings: PlanSettings) -> list[dict[str, Any]]:
-    """Return the documents, segments and tasks of each nano-batch, for JSON."""
+def _tables(plans: Sequence[MicroBatchPlan], settings: PlanSettings) -> list[dict[str, Any]]:
+    """Return the documents, segments and tasks of each nano-batch, for JSON.
+
+    Ranks and workers are numbered from the first rank of the pod on.
+    """
     tables = []
-    for nano in plan.nano_batches:
-        arrays = {
-            "documents": nano.documents,
-            "lengths": nano.layout.lengths,
-            "segments": nano.layout.segments,
-            "tasks": nano.plans[settings.dominant_kind].tasks,
-        }
-        tables.append({name: array.tolist() for name, array in arrays.items()})
+    for plan in plans:
+        for nano in plan.nano_batches:
+            arrays = {
+                "documents": nano.documents,
+                "lengths": nano.layout.lengths,
+                "segments": nano.layout.segments,
+                "tasks": nano.plans[settings.dominant_kind].tasks,
+            }
+            table: dict[str, Any] = {name: array.tolist() for name, array in arrays.items()}
+            tables.append({"first_rank": plan.first_rank, **table})
     return tables
 
 
@@ -206,7 +212,7 @@ def _counts_memory(options: argparse.Namespace) -> bool:
 
 def _figures_of_memory(
     model: "PreTrainedModel | None",
-    plan: MicroBatchPlan,
+    plans: Sequence[MicroBatchPlan],
     run: RunSpec,
     config: DistCAConfig,
     options: argparse.Namespace,
@@ -214,14 +220,17 @@ def _figures_of_memory(
 ) -> tuple[dict[str, Any], dict[str, list[str]]]:
     """Return figures of memory, and a table of it, which is empty where memory is not counted.
 
+    Memory is that of the pod whose busiest rank exchanges the most.
+
     Args:
         encoded: images of the rank with the most patches; None without images.
     """
     figures: dict[str, Any] = {}
+    plan = max(plans, key=lambda plan: plan.summary.exchange.bytes_bottleneck)
     if model is not None:
         from hf_distca.cli.model import mixing_of
 
-        figures["mixing"] = mixing_of(model, plan, run.plans)
+        figures["mixing"] = mixing_of(model, plans, run.plans)
     if model is None or not _counts_memory(options):
         return {"exchange_buffers": _exchange_buffers(plan, run), **figures}, {}
     from hf_distca.cli.model import exchange_buffers_of, memory_of, memory_rows
@@ -298,34 +307,53 @@ def _model_and_run(
     return model, run
 
 
-def _plan(lengths: Lengths, settings: PlanSettings) -> MicroBatchPlan:
+def _plan(lengths: Lengths, settings: PlanSettings) -> list[MicroBatchPlan]:
+    """Return the plan of each pod."""
     rows = _rows_of(lengths)
     if rows and settings.document_layout == "fixed":
-        return plan_placed(rows, settings)
-    return plan_micro_batch(documents_of(lengths), settings)
+        return [plan_placed(rows, settings)]
+    return plan_pods(documents_of(lengths), settings)
 
 
-def _figures(plan: MicroBatchPlan, run: RunSpec) -> dict[str, Any]:
-    """Return balance and costs of the plan, summed over nano-batches."""
+def _loads(plan: MicroBatchPlan, kind: AttentionKind) -> IntArray:
+    """Return [ranks of the pod] query-key pairs."""
+    loads: IntArray = np.sum([loads_of(nano.plans[kind]) for nano in plan.nano_batches], axis=0)
+    return loads
+
+
+def _bytes_moved(plans: Sequence[MicroBatchPlan], settings: PlanSettings) -> IntArray:
+    """Return [2, 2, ranks] bytes within and between nodes, sent and received."""
+    kind = settings.dominant_kind
+    row_bytes = settings.row_bytes(kind)
+    of_pods = []
+    for plan in plans:
+        nodes = settings.node_of_ranks[plan.ranks.start : plan.ranks.stop]
+        of_nanos = [bytes_by_link(n.plans[kind], row_bytes, nodes) for n in plan.nano_batches]
+        of_pods.append(np.sum(of_nanos, axis=0))
+    return np.concatenate(of_pods, axis=2)
+
+
+def _figures(plans: Sequence[MicroBatchPlan], run: RunSpec) -> dict[str, Any]:
+    """Return balance and costs of the plans, summed over pods and nano-batches."""
     settings = run.plans
-    kind, nodes = settings.dominant_kind, settings.node_of_ranks
-    plans = [nano.plans[kind] for nano in plan.nano_batches]
-    loads = np.sum([loads_of(nano_plan) for nano_plan in plans], axis=0)
-    tasks = np.concatenate([nano_plan.tasks for nano_plan in plans])
+    kind = settings.dominant_kind
+    of_nanos = [nano.plans[kind] for plan in plans for nano in plan.nano_batches]
+    loads = np.concatenate([_loads(plan, kind) for plan in plans])
+    tokens = np.concatenate([plan.tokens for plan in plans])
+    tasks = np.concatenate([nano_plan.tasks for nano_plan in of_nanos])
     rows = tasks["stop"] - tasks["start"]
-    moved = np.sum(
-        [bytes_by_link(nano_plan, settings.row_bytes(kind), nodes) for nano_plan in plans], axis=0
-    )
-    exchange = exchange_figures(moved, nodes, _bandwidths(run))
+    moved = _bytes_moved(plans, settings)
+    exchange = exchange_figures(moved, settings.node_of_ranks, _bandwidths(run))
     return {
         "max_over_mean": float(loads.max() / loads.mean()),
-        "tokens_max_over_mean": float(plan.tokens.max() / plan.tokens.mean()),
+        "tokens_max_over_mean": float(tokens.max() / tokens.mean()),
         **asdict(exchange),
         "tasks": len(rows),
         "min_rows": int(rows.min()),
         "tasks_below_block": int((rows < settings.balance_block_size).sum()),
-        "nano_batches": len(plans),
-        "stages": max(len(rows_by_stage(nano_plan)) for nano_plan in plans),
+        "pods": len(plans),
+        "nano_batches": max(len(plan.nano_batches) for plan in plans),
+        "stages": max(len(rows_by_stage(nano_plan)) for nano_plan in of_nanos),
     }
 
 
@@ -337,20 +365,21 @@ def _bandwidths(run: RunSpec) -> tuple[float, float]:
 
 def _figures_of_report(
     documents: Sequence[int],
-    plan: MicroBatchPlan,
+    plans: Sequence[MicroBatchPlan],
     run: RunSpec,
     config: DistCAConfig,
     options: argparse.Namespace,
 ) -> dict[str, Any]:
     """Return what a report shows beside the figures: documents, ranks and settings."""
     settings = run.plans
-    kind, nodes = settings.dominant_kind, settings.node_of_ranks
-    plans = [nano.plans[kind] for nano in plan.nano_batches]
-    workers = np.concatenate([nano_plan.tasks["worker"] for nano_plan in plans])
-    sent, received = np.sum(
-        [bytes_by_link(nano_plan, settings.row_bytes(kind), nodes) for nano_plan in plans],
-        axis=(0, 1),
-    )
+    kind = settings.dominant_kind
+    workers = [
+        plan.first_rank + nano.plans[kind].tasks["worker"]
+        for plan in plans
+        for nano in plan.nano_batches
+    ]
+    tasks = np.bincount(np.concatenate(workers), minlength=settings.ranks)
+    sent, received = _bytes_moved(plans, settings).sum(axis=0)
     lengths = np.array(documents, np.int64)
     packed = loads_of(packed_in_order(lengths, settings).plans[kind])
     changed = config.planning.plain()
@@ -359,9 +388,9 @@ def _figures_of_report(
         "packed_max_over_mean": float(packed.max() / packed.mean()),
         "by_rank": {
             "pairs_packed": packed.tolist(),
-            "pairs": np.sum([loads_of(nano_plan) for nano_plan in plans], axis=0).tolist(),
-            "tokens": plan.tokens.tolist(),
-            "tasks": np.bincount(workers, minlength=settings.ranks).tolist(),
+            "pairs": np.concatenate([_loads(plan, kind) for plan in plans]).tolist(),
+            "tokens": np.concatenate([plan.tokens for plan in plans]).tolist(),
+            "tasks": tasks.tolist(),
             "bytes_sent": sent.tolist(),
             "bytes_received": received.tolist(),
         },
@@ -401,7 +430,7 @@ def _exchange_buffers(plan: MicroBatchPlan, run: RunSpec) -> int:
 
 
 def _table(
-    plan: MicroBatchPlan,
+    plans: Sequence[MicroBatchPlan],
     figures: dict[str, Any],
     run: RunSpec,
     names: Sequence[str],
@@ -413,18 +442,22 @@ def _table(
     def mb(name: str) -> str:
         return f"{figures[name] / 1e6:.2f} MB"
 
-    documents = sum(len(nano.documents) for nano in plan.nano_batches)
-    cuts = sum(len(nano.layout.segments) for nano in plan.nano_batches) - documents
-    divided = counted(len(plan.nano_batches), "nano-batch", "nano-batches")
+    nano_batches = [nano for plan in plans for nano in plan.nano_batches]
+    documents = sum(len(nano.documents) for nano in nano_batches)
+    cuts = sum(len(nano.layout.segments) for nano in nano_batches) - documents
+    tokens = sum(int(plan.tokens.sum()) for plan in plans)
+    divided = counted(figures["nano_batches"], "nano-batch", "nano-batches")
+    sizes = sorted(len(plan.ranks) for plan in plans)
     lines = {
         "documents": (
-            f"{documents:,} of {counted(int(plan.tokens.sum()), 'token')}, {counted(cuts, 'cut')}, "
-            f"{divided}"
+            f"{documents:,} of {counted(tokens, 'token')}, {counted(cuts, 'cut')}, "
+            f"{'at most ' * (len(plans) > 1)}{divided}"
         ),
         "layout": (
             f"{settings.document_layout}, {counted(settings.ranks, 'rank')} of at most "
             f"{counted(settings.rows_per_rank, 'token')}"
         ),
+        **({"pods": _pods(sizes)} if len(plans) > 1 else {}),
         "model and costs": f"{options.model}, {run.device.name}",
         **({"settings of --config": ", ".join(names) or "none"} if options.config else {}),
         "attention, max / mean": f"{figures['max_over_mean']:.4f}",
@@ -469,3 +502,10 @@ def _table(
             "states and halos, busiest rank": f"{mixing['bytes_bottleneck'] / 1e6:.2f} MB a layer",
         }
     return "\n".join(f"{name:<30} {value}" for name, value in lines.items())
+
+
+def _pods(sizes: Sequence[int]) -> str:
+    """Return the number of pods, and their ranks in ascending order."""
+    least, most = sizes[0], sizes[-1]
+    ranks = counted(most, "rank")
+    return f"{len(sizes):,} of {ranks if least == most else f'{least:,} to {ranks}'}"

@@ -345,6 +345,9 @@ class PackedBatch:
 
 
 _Key = tuple[tuple[SequenceSummary, ...], PodShare, bool]
+_Arguments = tuple[
+    list[tuple[int, ...]], PlanSettings, list[tuple[Hashes, ...]] | None, list[GivenImages]
+]
 
 
 class OneMicroBatch(NamedTuple):
@@ -533,7 +536,7 @@ class PaddedBatches:
 
     def _arguments(
         self, sequences_of_ranks: tuple[SequenceSummary, ...], settings: PlanSettings
-    ) -> tuple[Any, ...]:
+    ) -> _Arguments:
         """Return lengths, settings, hashes and images, as `plan_padded` takes them."""
         lengths = [lengths for lengths, _, _ in sequences_of_ranks]
         hashes = [hashes for _, hashes, _ in sequences_of_ranks if hashes is not None]

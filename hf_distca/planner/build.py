@@ -1,8 +1,9 @@
 """Plans with the layout, tolerance and nano-batches that the settings name."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
+from typing import NamedTuple
 
 import numpy as np
 
@@ -22,7 +23,7 @@ from hf_distca.plan.intervals import local_tasks
 from hf_distca.plan.stages import usual_stages, with_stages
 from hf_distca.planner.balance import balance
 from hf_distca.planner.bin_packing import split_documents, whole_documents
-from hf_distca.planner.division import divide_nano_batches
+from hf_distca.planner.division import Division
 from hf_distca.planner.layout import (
     check_capacity,
     fixed_layout,
@@ -48,12 +49,17 @@ def local_plan(layout: Layout, kind: AttentionKind) -> Plan:
     return Plan(layout, local_tasks(layout.segments), layout.ranks, kind.window)
 
 
-def nano_batches_as_set(
-    lengths: IntArray, settings: PlanSettings, trees: PrefixTrees | None = None
-) -> tuple[NanoBatch, ...]:
-    """Lay out the documents of one global micro-batch and balance their core attention.
+class LaidOut(NamedTuple):
+    """Documents of a nano-batch, and where their rows lie."""
 
-    The plan has one stage.
+    documents: IntArray
+    layout: Layout
+
+
+def lay_out_as_set(
+    lengths: IntArray, settings: PlanSettings, trees: PrefixTrees | None = None
+) -> list[LaidOut]:
+    """Lay out the documents of one global micro-batch, nano-batch after nano-batch.
 
     Args:
         trees: prefix trees, each laid out as one document; None without prefix sharing.
@@ -74,7 +80,7 @@ def nano_batches_as_set(
         layouts[1:] = map(mirrored, layouts[1:])
     else:
         layouts = _divided(lengths, nano_documents, settings, trees)
-    return _balanced(nano_documents, layouts, settings, trees)
+    return _in_branches(nano_documents, layouts, trees)
 
 
 def _divided(
@@ -86,20 +92,20 @@ def _divided(
     """Return the layout of each nano-batch, with documents divided by their query-key pairs."""
     check_capacity(lengths, settings.ranks, settings.rows_per_rank)
     attended = reach(settings.dominant_kind, trees)
-    tables = divide_nano_batches(
-        lengths,
-        pairs(0, lengths, attended).astype(np.float64),
-        nano_documents,
-        settings.node_sizes or (1,) * settings.ranks,
-        over_all=False,
-    )
-    return [layout_of_rows(lengths, segments, settings.ranks)[1] for segments in tables]
+    work = pairs(0, lengths, attended).astype(np.float64)
+    node_sizes = settings.node_sizes or (1,) * settings.ranks
+    layouts = []
+    for number, documents in enumerate(nano_documents):
+        division = Division(lengths, work, over_all=False)
+        division.place(documents, node_sizes, is_second=number == 1)
+        layouts.append(layout_of_rows(lengths, division.segments, settings.ranks)[1])
+    return layouts
 
 
-def nano_batches_placed(
+def lay_out_placed(
     rank_lengths: Sequence[Sequence[int]], settings: PlanSettings
-) -> tuple[NanoBatch, ...]:
-    """Balance documents that stay where they lie, in one stage.
+) -> list[LaidOut]:
+    """Lay out documents that stay where they lie, nano-batch after nano-batch.
 
     Args:
         rank_lengths: [ranks] lengths of each rank's documents.
@@ -120,8 +126,8 @@ def _whole_on_ranks(
     documents_of_ranks: Sequence[IntArray],
     settings: PlanSettings,
     trees: PrefixTrees | None = None,
-) -> tuple[NanoBatch, ...]:
-    """Plan each rank's whole documents, in the order of its rows.
+) -> list[LaidOut]:
+    """Lay out each rank's whole documents, in the order of its rows.
 
     There are two nano-batches if the documents of every rank divide well enough: one has the first
     documents of each rank, the other the last.
@@ -140,7 +146,7 @@ def _whole_on_ranks(
         lengths_of_ranks = [lengths[documents].tolist() for documents in nano_batch]
         layouts.append(fixed_layout(lengths_of_ranks))
     nano_documents = [np.concatenate(nano_batch) for nano_batch in nano_batches]
-    return _balanced(nano_documents, layouts, settings, trees)
+    return _in_branches(nano_documents, layouts, trees)
 
 
 def _halves(lengths: IntArray, documents: IntArray) -> tuple[IntArray, IntArray] | None:
@@ -160,18 +166,22 @@ def _halves(lengths: IntArray, documents: IntArray) -> tuple[IntArray, IntArray]
     return documents[: cut + 1], documents[cut + 1 :]
 
 
-def _balanced(
-    nano_documents: Sequence[IntArray],
-    layouts: Sequence[Layout],
-    settings: PlanSettings,
-    trees: PrefixTrees | None,
-) -> tuple[NanoBatch, ...]:
-    """Balance the core attention of nano-batches, from the documents and the layout of each."""
+def _in_branches(
+    nano_documents: Sequence[IntArray], layouts: Sequence[Layout], trees: PrefixTrees | None
+) -> list[LaidOut]:
+    """Return the layouts of nano-batches, with the branches of prefix trees as documents."""
+    return [
+        LaidOut(*with_branches(documents, layout, trees))
+        for documents, layout in zip(nano_documents, layouts, strict=True)
+    ]
+
+
+def balanced(laid_out: Iterable[LaidOut], settings: PlanSettings) -> tuple[NanoBatch, ...]:
+    """Balance the core attention of nano-batches, in one stage."""
     nano_batches = []
-    for unordered, layout in zip(nano_documents, layouts, strict=True):
-        documents, laid_out = with_branches(unordered, layout, trees)
-        plans = {kind: balance(laid_out, kind, settings) for kind in settings.kinds}
-        nano_batches.append(NanoBatch(documents, laid_out, plans))
+    for documents, layout in laid_out:
+        plans = {kind: balance(layout, kind, settings) for kind in settings.kinds}
+        nano_batches.append(NanoBatch(documents, layout, plans))
     return tuple(nano_batches)
 
 

@@ -10,8 +10,10 @@
     │             a number of nano-batches. Its bound is the time that the slowest group computes,
     │             with the kernel calls that it makes in any case: one of a layer, two if documents
     │             are cut. No plan of the candidate is faster.
-    │  3. search  Lowest bound first: make the plan, predict its step, keep the fastest. Stop when
-    │             the next bound is not below the fastest step so far.
+    │  3. search  Lowest bound first: lay the documents out, which gives a higher bound. If that is
+    │             the lowest, make the plan, predict its step, and keep the fastest. If a plan
+    │             waits, list the candidates that would wait less. Stop when the next bound is not
+    │             below the fastest step so far.
     │  4. finish  The fastest plan gets the number of stages that is predicted to be fastest.
     ▼
   plan
@@ -25,48 +27,58 @@ settings alone.
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from heapq import heapify, heappop, heappush
+from itertools import count
 from math import inf, sqrt
-from operator import attrgetter
-from typing import Literal
+from typing import Literal, Protocol
 
 import numpy as np
 
 from hf_distca.plan import AttentionKind, MicroBatchPlan, NanoBatch, PlanChoice
 from hf_distca.plan.arrays import FloatArray, IntArray
+from hf_distca.plan.intervals import local_tasks
 from hf_distca.plan.nodes import node_sizes
 from hf_distca.plan.stages import usual_stages
 from hf_distca.planner.build import (
+    LaidOut,
+    balanced,
     finished,
+    lay_out_as_set,
+    lay_out_placed,
     left_in_place,
     lengths_of,
-    nano_batches_as_set,
-    nano_batches_placed,
     packed_in_order,
 )
 from hf_distca.planner.division import LONG_SHARE
 from hf_distca.planner.layout import check_capacity
+from hf_distca.planner.layout_bounds import work_of
 from hf_distca.planner.prefix_trees import PrefixTrees, seconds_of
 from hf_distca.planner.rank_groups import (
+    ALIKE,
     Placing,
+    balance_in_groups,
     joined_nodes,
-    nano_batches_in_groups,
+    lay_out_in_groups,
     partitions,
     place_in_groups,
     place_on_ranks,
+    slack_of_groups,
 )
 from hf_distca.planner.settings import UNBALANCED, PlanSettings
 from hf_distca.predict.counts import CountedPlan, count_nano_batches
 from hf_distca.predict.walk import Walked, in_stages, predict_step
 
-GOOD_ENOUGH = 0.01
-"""A plan that saves less than this share of a step is not looked for: predictions are wrong by more
-than that."""
-FEW_WAITS = 0.1
-"""Share of a step up to which waits of two nano-batches are few. Slower links make two of them
-worse than one, which may move fewer rows."""
-SAVED_BY_ONE = 0.02
-"""Share of a step that one nano-batch saves at most where two of them have few waits: kernel calls,
-and cuts of documents."""
+GOOD_ENOUGH = 0.004
+"""A plan that saves less than this share of a step is not looked for."""
+FEW_WAITS = 0.02
+"""Share of a step up to which waits are few. A coarser tolerance, which saves waits alone, is not
+tried then."""
+NEAR_BOUND = 0.043
+"""Share by which a step may exceed its bound where documents are divided over all ranks of several
+nodes. Up to it, division over few ranks was faster by less than a hundredth."""
+HIDDEN = 0.1
+"""Share of a step up to which two nano-batches hide exchanges between nodes. Up to it, one
+nano-batch over few ranks was never faster."""
 HARDLY_WAITS = 0.002
 """Share of a step up to which its waits are not worth further stages."""
 MOST_MOVES = 4096
@@ -125,6 +137,20 @@ class PlannedCandidate:
         """Predicted seconds of the step."""
         return self.step.seconds
 
+    @property
+    def is_balanced_by_moves(self) -> bool:
+        """Whether a rank computes rows that it does not hold."""
+        return any(
+            len(plan.tasks) > len(local_tasks(plan.layout.segments))
+            for nano_batch in self.nano_batches
+            for plan in nano_batch.plans.values()
+        )
+
+    @property
+    def waits(self) -> float:
+        """Seconds of the step besides those that the slowest rank computes, as a share of them."""
+        return self.seconds / self.step.computed - 1
+
 
 def choose(
     lengths: IntArray, settings: PlanSettings, trees: PrefixTrees | None = None
@@ -137,7 +163,7 @@ def choose(
     Raises:
         ValueError: see `plan_micro_batch`.
     """
-    as_set = partial(nano_batches_as_set, lengths, trees=trees)
+    as_set = partial(lay_out_as_set, lengths, trees=trees)
     search = _Search(lengths, settings, as_set, trees)
     if settings.document_layout == "auto":
         check_capacity(lengths, settings.ranks, settings.rows_per_rank)
@@ -146,9 +172,9 @@ def choose(
         listed = [*search.whole_documents(), *search.as_set()]
     else:
         listed = search.as_set()
-    fastest = fastest_of(listed, search.planned, search.least_seconds)
+    fastest = fastest_of(listed, search)
     if fastest is None:  # no group can be laid out
-        fastest = fastest_of(search.as_set(), search.planned)
+        fastest = fastest_of(search.as_set(), search)
     assert fastest is not None
     return search.finished(fastest, packed_in_order(lengths, settings, trees))
 
@@ -159,50 +185,71 @@ def choose_placed(rank_lengths: Sequence[Sequence[int]], settings: PlanSettings)
     Args:
         rank_lengths: for each rank, lengths of its documents in the order of its rows.
     """
-    fixed_nano_batches = partial(nano_batches_placed, rank_lengths)
-    search = _Search(lengths_of(rank_lengths), settings, fixed_nano_batches)
-    fastest = fastest_of(search.as_set(), search.planned)
+    search = _Search(lengths_of(rank_lengths), settings, partial(lay_out_placed, rank_lengths))
+    fastest = fastest_of(search.as_set(), search)
     assert fastest is not None
     return search.finished(fastest, left_in_place(rank_lengths, settings))
 
 
-def fastest_of(
-    listed: Iterable[Candidate],
-    plan: Callable[[Candidate], PlannedCandidate | None],
-    least_seconds: Callable[[Candidate], float] = attrgetter("bound"),
-) -> PlannedCandidate | None:
+class Planner(Protocol):
+    """What `fastest_of` asks of a search."""
+
+    def least_seconds(self, candidate: Candidate) -> float:
+        """Return the seconds of any plan of a candidate's layout; infinite without a layout."""
+        ...
+
+    def planned(self, candidate: Candidate) -> PlannedCandidate | None:
+        """Plan a candidate and predict its step; None if no such plan exists."""
+        ...
+
+    def over_few(self, candidate: Candidate, bound: float, seconds: float) -> list[Candidate]:
+        """List the candidate over few ranks that may be faster than one that takes so long."""
+        ...
+
+    def waiting_less(self, planned: PlannedCandidate) -> list[Candidate]:
+        """List the candidates that may wait less than a plan."""
+        ...
+
+
+def fastest_of(listed: Iterable[Candidate], planner: Planner) -> PlannedCandidate | None:
     """Plan candidates from the lowest bound on, until no further one can be faster.
 
-    Of candidates with equal bounds or seconds, the first is planned first or taken.
-
-    Args:
-        plan: makes the plan of a candidate and predicts its step; None if no such plan exists.
-        least_seconds: seconds that a candidate takes at least, after what has been planned.
+    A candidate's documents are laid out when its bound is the lowest one. The layout gives a higher
+    bound, and the candidate is planned when that is the lowest. Of candidates with equal bounds or
+    seconds, the first is planned first or taken.
 
     Returns:
         None if no candidate can be planned.
     """
     fastest: PlannedCandidate | None = None
-    for candidate in sorted(listed, key=attrgetter("bound")):
-        if fastest is not None and candidate.bound >= fastest.seconds * (1 - GOOD_ENOUGH):
+    limit = inf
+    numbers = count()
+    waiting = [(each.bound, next(numbers), False, each) for each in listed]
+    heapify(waiting)
+    while waiting:
+        bound, number, is_laid_out, candidate = heappop(waiting)
+        if bound >= limit:
             break
-        if fastest is not None and least_seconds(candidate) >= fastest.seconds * (1 - GOOD_ENOUGH):
-            continue
-        planned = plan(candidate)
-        if planned is not None and (fastest is None or planned.seconds < fastest.seconds):
-            fastest = planned
+        seconds = inf
+        if not is_laid_out:
+            seconds = max(bound, planner.least_seconds(candidate))
+            heappush(waiting, (seconds, number, True, candidate))
+        elif (planned := planner.planned(candidate)) is not None:
+            seconds = planned.seconds
+            if fastest is None or seconds < fastest.seconds:
+                fastest = planned
+                limit = seconds * (1 - GOOD_ENOUGH)
+            # They have about the same layout.
+            for each in planner.waiting_less(planned):
+                heappush(waiting, (bound, next(numbers), False, each))
+        for each in planner.over_few(candidate, bound, seconds):
+            heappush(waiting, (each.bound, next(numbers), False, each))
     return fastest
 
 
-def _key(candidate: Candidate) -> tuple[int, Division, float, int]:
-    """Return what tells a candidate from the others of a search."""
-    placing = id(candidate.placing)
-    return placing, candidate.division, candidate.tolerance, candidate.nano_batches
-
-
-def _computed(step: Walked) -> float:
-    """Return the seconds that the slowest rank computes."""
-    return float((step.attention + step.other).max())
+def _layout_key(candidate: Candidate) -> tuple[int, Division, int]:
+    """Return what tells the layout of a candidate from the others of a search."""
+    return id(candidate.placing), candidate.division, candidate.nano_batches
 
 
 class _Search:
@@ -210,15 +257,15 @@ class _Search:
 
     Args:
         settings: with the costs by which steps are predicted.
-        as_set: makes nano-batches with the layout of the settings, from settings with a tolerance
-            and with or without two nano-batches.
+        as_set: lays documents out as the settings name it, from settings with or without two
+            nano-batches.
     """
 
     def __init__(
         self,
         lengths: IntArray,
         settings: PlanSettings,
-        as_set: Callable[[PlanSettings], tuple[NanoBatch, ...]],
+        as_set: Callable[[PlanSettings], list[LaidOut]],
         trees: PrefixTrees | None = None,
     ) -> None:
         costs = settings.costs
@@ -233,7 +280,9 @@ class _Search:
         self._seconds = seconds_of(lengths, costs, trees)
         # Seconds that every rank computes if all ranks finish together.
         self._even_share = float(self._seconds.sum() / self._speeds.sum())
-        self._steps: dict[tuple[int, Division, float, int], Walked] = {}  # that were predicted
+        self._layouts: dict[tuple[int, Division, int], list[LaidOut] | None] = {}
+        self._most_even: Placing | None = None  # of the placings that are tried
+        self._over_few: set[int] = set()  # placings that are tried over few ranks, by their id
 
     # 1. Placings of documents in groups of ranks.
 
@@ -323,14 +372,14 @@ class _Search:
         least = self._even_share + self._seconds_of_calls(2)
         for placing in self._placings():
             bound = self._bound(placing)
-            if bound >= lowest * (1 - GOOD_ENOUGH):
+            if bound >= lowest * (1 - ALIKE):
                 continue
             even.append(placing)
             # A bound is no measure for larger groups if it leaves documents out, or if documents
             # have too many moves to be divided over all ranks of their groups.
             if not placing.unplaced and not self._has_too_many_moves(placing):
                 lowest = bound
-                if least >= lowest * (1 - GOOD_ENOUGH):
+                if least >= lowest * (1 - ALIKE):
                     break
         return even
 
@@ -340,32 +389,18 @@ class _Search:
         """List candidates whose documents lie inside groups of ranks, small groups first.
 
         Documents that are divided over all ranks are planned in the fewest nano-batches: all ranks
-        exchange alike, and hide the exchange in stages. A coarse tolerance saves rows between
-        nodes.
+        exchange alike, and hide the exchange in stages.
         """
         finest = self._settings.tolerances[0]
-        coarsest = self._settings.tolerances[-1]
-        fewest, most = min(self._settings.nano_batches), max(self._settings.nano_batches)
+        fewest = min(self._settings.nano_batches)
         placings = self._even_placings()
-        most_even = min(placings, key=self._bound, default=None)
+        self._most_even = min(placings, key=self._bound, default=None)
         listed = []
         for placing in placings:
-            spans_nodes = max(placing.sizes) > max(self._node_sizes)
-            tolerances = (finest, coarsest) if spans_nodes else (finest,)
-            options: list[tuple[Division, float, int]] = [
-                ("over all", tolerance, fewest) for tolerance in tolerances
-            ]
-            # With too many moves a plan takes long, so only the most even placing is tried.
-            is_tried = placing is most_even or not self._has_too_many_moves(placing)
-            if max(placing.sizes) > 1 and is_tried:
-                # Two nano-batches come first: they tell how little one of them could gain.
-                options.append(("over few", finest, most))
-                options += [("over few", tolerance, fewest) for tolerance in tolerances]
             bound = self._bound(placing)
-            listed += [
-                Candidate(placing, bound, division, tolerance, count)
-                for division, tolerance, count in dict.fromkeys(options)
-            ]
+            listed.append(Candidate(placing, bound, "over all", finest, fewest))
+            if max(placing.sizes) > 1 and not self._spans_nodes(placing):
+                listed.append(Candidate(placing, bound, "over few", finest, fewest))
         return listed
 
     def whole_documents(self) -> list[Candidate]:
@@ -407,33 +442,72 @@ class _Search:
         nano_batches = self._nano_batches(candidate)
         if nano_batches is None:
             return None
-        planned = PlannedCandidate(candidate, nano_batches, *self._predicted(nano_batches))
-        self._steps[_key(candidate)] = planned.step
-        return planned
+        return PlannedCandidate(candidate, nano_batches, *self._predicted(nano_batches))
 
     def least_seconds(self, candidate: Candidate) -> float:
-        """Return the seconds that a candidate takes at least, by similar plans that were made.
+        """Return the seconds of any plan of a candidate's layout; infinite without a layout."""
+        laid_out = self._laid_out(candidate)
+        if laid_out is None:
+            return inf
+        layouts = [layout for _, layout in laid_out]
+        nodes = self._settings.node_of_ranks
+        work = work_of(layouts, self._costs, nodes, self._settings.bytes_per_value)
+        return work.least_seconds(candidate.placing.sizes, self._slack(candidate), self._costs)
 
-        Where two nano-batches hardly wait, one of them saves little. A coarser tolerance can save
-        waits alone: what it tolerates counts as longer computation.
+    def over_few(self, candidate: Candidate, bound: float, seconds: float) -> list[Candidate]:
+        """List the candidate over few ranks that may be faster than one that takes so long.
+
+        That is, where documents are divided over all ranks of several nodes.
+
+        Args:
+            bound: of the candidate, before these seconds were known.
         """
-        finest = self._settings.tolerances[0]
-        least = candidate.bound
-        two = self._steps.get(_key(replace(candidate, tolerance=finest, nano_batches=2)))
-        hides = two is not None and two.seconds <= _computed(two) * (1 + FEW_WAITS)
-        if (
-            two is not None
-            and hides
-            and candidate.nano_batches == 1
-            and candidate.tolerance == finest
-        ):
-            least = max(least, two.seconds * (1 - SAVED_BY_ONE))
-        if candidate.tolerance > finest:
-            finer = self._steps.get(_key(replace(candidate, tolerance=finest))) or two
-            if finer is not None:
-                longer = (candidate.tolerance - finest) * float(finer.attention.mean())
-                least = max(least, _computed(finer) + longer)
-        return least
+        placing = candidate.placing
+        if candidate.division != "over all" or not self._spans_nodes(placing):
+            return []
+        # With too many moves a plan takes long, so only the most even placing is tried.
+        is_tried = placing is self._most_even or not self._has_too_many_moves(placing)
+        is_near = max(self._node_sizes) > 1 and seconds <= bound * (1 + NEAR_BOUND)
+        if is_near or not is_tried or id(placing) in self._over_few:
+            return []
+        self._over_few.add(id(placing))
+        nano_batches = max(self._settings.nano_batches)
+        return [replace(candidate, division="over few", nano_batches=nano_batches)]
+
+    def waiting_less(self, planned: PlannedCandidate) -> list[Candidate]:
+        """List the candidates that may wait less than a plan.
+
+        Over few ranks of several nodes two nano-batches hide exchanges, and one moves fewer rows.
+        Over few ranks of a node one nano-batch makes fewer kernel calls, and two hide exchanges.
+        """
+        candidate = planned.candidate
+        coarsest = self._settings.tolerances[-1]
+        fewest, most = min(self._settings.nano_batches), max(self._settings.nano_batches)
+        spans_nodes = self._spans_nodes(candidate.placing)
+        tolerance, nano_batches = candidate.tolerance, candidate.nano_batches
+        if candidate.division == "over all" and spans_nodes:
+            if planned.waits > FEW_WAITS and planned.is_balanced_by_moves:
+                tolerance = coarsest
+        elif candidate.division == "over few":
+            if not spans_nodes:
+                nano_batches = most
+            elif planned.waits > HIDDEN:
+                tolerance, nano_batches = coarsest, fewest
+        similar = replace(candidate, tolerance=tolerance, nano_batches=nano_batches)
+        options = candidate.tolerance, candidate.nano_batches
+        return [similar] if (tolerance, nano_batches) != options else []
+
+    def _spans_nodes(self, placing: Placing) -> bool:
+        """Return whether a group has ranks of several nodes."""
+        return max(placing.sizes) > max(self._node_sizes)
+
+    def _slack(self, candidate: Candidate) -> FloatArray:
+        """Return [groups] how far above its group's mean a rank of a candidate may be."""
+        if candidate.division == "as set":
+            return np.array([candidate.tolerance])
+        return slack_of_groups(
+            self._lengths, candidate.placing, candidate.tolerance, self._costs
+        )
 
     def _predicted(
         self, nano_batches: Sequence[NanoBatch]
@@ -444,29 +518,49 @@ class _Search:
         step, stages = self._fastest_stages(nano_batches, counts, (None, 1))
         return counts, stages, step
 
-    def _nano_batches(self, candidate: Candidate) -> tuple[NanoBatch, ...] | None:
-        """Lay out and balance the documents of a candidate, in one stage.
+    def _laid_out(self, candidate: Candidate) -> list[LaidOut] | None:
+        """Lay out the documents of a candidate; None if they cannot be."""
+        key = _layout_key(candidate)
+        if key not in self._layouts:
+            self._layouts[key] = self._new_layouts(candidate)
+        return self._layouts[key]
 
-        None if they cannot be.
-        """
-        settings = replace(self._settings, balance_tolerance=candidate.tolerance)
+    def _new_layouts(self, candidate: Candidate) -> list[LaidOut] | None:
+        """Lay out the documents of a candidate; None if they cannot be."""
         count = candidate.nano_batches
         if candidate.division == "as set":
-            planned = self._as_set(replace(settings, ping_pong=count == 2))
+            laid_out = self._as_set(replace(self._settings, ping_pong=count == 2))
             # Documents that form one nano-batch only are planned by the candidate with one.
             fewest = min(self._settings.nano_batches)
-            return planned if len(planned) == count or count == fewest else None
+            return laid_out if len(laid_out) == count or count == fewest else None
         over_all = candidate.division == "over all"
         if over_all and self._has_too_many_moves(candidate.placing):
             return None
-        return nano_batches_in_groups(
+        return lay_out_in_groups(
             self._lengths,
+            self._seconds,
             candidate.placing,
-            settings,
-            self._costs,
+            self._settings,
             count,
             over_all=over_all,
             trees=self._trees,
+        )
+
+    def _nano_batches(self, candidate: Candidate) -> tuple[NanoBatch, ...] | None:
+        """Lay out and balance the documents of a candidate, in one stage.
+
+        None if they cannot be laid out.
+        """
+        laid_out = self._laid_out(candidate)
+        if laid_out is None:
+            return None
+        settings = replace(self._settings, balance_tolerance=candidate.tolerance)
+        if candidate.division == "as set":
+            return balanced(laid_out, settings)
+        slack = self._slack(candidate)
+        return tuple(
+            balance_in_groups(nano_batch, candidate.placing, settings, slack)
+            for nano_batch in laid_out
         )
 
     def _has_too_many_moves(self, placing: Placing) -> bool:
@@ -526,7 +620,7 @@ class _Search:
             if stages not in steps:
                 step = predict_step(staged, layouts, self._costs, self._settings.node_of_ranks)
                 steps[stages] = step, option
-                if step.seconds <= _computed(step) * (1 + HARDLY_WAITS):
+                if step.seconds <= step.computed * (1 + HARDLY_WAITS):
                     break
         return min(steps.values(), key=lambda step_and_stages: step_and_stages[0].seconds)
 

@@ -9,10 +9,11 @@ from hf_distca.plan import Branches, MicroBatchPlan
 from hf_distca.plan.arrays import IntArray
 from hf_distca.plan.cost import as_lengths
 from hf_distca.planner.build import (
+    balanced,
     finished,
+    lay_out_as_set,
+    lay_out_placed,
     left_in_place,
-    nano_batches_as_set,
-    nano_batches_placed,
     packed_in_order,
 )
 from hf_distca.planner.choose import choose, choose_placed
@@ -84,7 +85,7 @@ def _in_trees(
 def _planned(array: IntArray, settings: PlanSettings, trees: PrefixTrees | None) -> MicroBatchPlan:
     """Plan documents, or trees, together."""
     if settings.costs is None:
-        nano_batches = nano_batches_as_set(array, settings, trees)
+        nano_batches = balanced(lay_out_as_set(array, settings, trees), settings)
         return finished(nano_batches, packed_in_order(array, settings, trees), settings)
     return choose(array, settings, trees)
 
@@ -133,6 +134,6 @@ def plan_placed(placed: Sequence[Sequence[int]], settings: PlanSettings) -> Micr
     `placed` has the lengths of each rank's documents, in order.
     """
     if settings.costs is None:
-        nano_batches = nano_batches_placed(placed, settings)
+        nano_batches = balanced(lay_out_placed(placed, settings), settings)
         return finished(nano_batches, left_in_place(placed, settings), settings)
     return choose_placed(placed, settings)

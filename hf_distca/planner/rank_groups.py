@@ -13,13 +13,12 @@ import numpy as np
 
 from hf_distca.plan import AttentionKind, Layout, NanoBatch, Plan
 from hf_distca.plan.arrays import FloatArray, IntArray
-from hf_distca.plan.intervals import joined
 from hf_distca.planner.balance import balance
 from hf_distca.planner.bin_packing import Bins, largest_first, ranks_of_whole, split_documents
-from hf_distca.planner.build import local_plan
-from hf_distca.planner.division import cut_where_room, divide_nano_batches, room_left
+from hf_distca.planner.build import LaidOut, local_plan
+from hf_distca.planner.division import Division
 from hf_distca.planner.layout import layout_of_rows
-from hf_distca.planner.prefix_trees import PrefixTrees, seconds_of, with_branches
+from hf_distca.planner.prefix_trees import PrefixTrees, with_branches
 from hf_distca.planner.settings import PlanSettings
 from hf_distca.predict.seconds import StepCosts
 
@@ -220,30 +219,20 @@ def _joined_until_alike(
     return joined_groups
 
 
-@dataclass(frozen=True, eq=False)
-class _Group:
-    """Group of neighbouring ranks, and its documents."""
-
-    documents: IntArray
-    first_rank: int
-    node_sizes: Sequence[int]  # [nodes] how many of its ranks each node has
-    # How far above the group's mean a rank may be, as a fraction of the mean.
-    slack: float
-
-
-def nano_batches_in_groups(
+def lay_out_in_groups(
     lengths: IntArray,
+    seconds: FloatArray,
     placing: Placing,
     settings: PlanSettings,
-    costs: StepCosts,
     count: int,
     *,
     over_all: bool,
     trees: PrefixTrees | None = None,
-) -> tuple[NanoBatch, ...] | None:
-    """Lay out each group's documents on its ranks and balance core attention there, in one stage.
+) -> list[LaidOut] | None:
+    """Lay out each group's documents on its ranks, nano-batch after nano-batch.
 
     Args:
+        seconds: as in `place_in_groups`.
         count: number of nano-batches.
         over_all: divide long documents over all ranks of their group; otherwise over few.
         trees: prefix trees, each laid out as one document; None without prefix sharing.
@@ -251,77 +240,39 @@ def nano_batches_in_groups(
     Returns:
         None if the documents of a group cannot form two nano-batches.
     """
-    # 1. Place the documents of every group on its ranks, nano-batch after nano-batch.
-    groups = _groups_of(lengths, placing, settings, costs)
-    seconds = seconds_of(lengths, costs, trees)
-    segments_of_groups = []
-    for group in groups:
-        nano_batches = [group.documents]
+    divisions = [Division(lengths, seconds, over_all=over_all) for _ in range(count)]
+    nodes = np.array(settings.node_of_ranks)
+    for documents, first_rank, ranks in zip(
+        placing.documents, _starts(placing.sizes).tolist(), placing.sizes, strict=True
+    ):
+        nano_batches = [documents]
         if count == 2:
-            nano_batches = _two_nano_batches(lengths, group)
+            nano_batches = _two_nano_batches(lengths, documents, ranks)
         if len(nano_batches) < count:
             return None
-        placed = divide_nano_batches(
-            lengths, seconds, nano_batches, group.node_sizes, over_all=over_all
-        )
-        for segments in placed:
-            segments["rank"] += group.first_rank
-        segments_of_groups.append(placed)
-    tables = [joined(*segments) for segments in zip(*segments_of_groups, strict=True)]
-    # 2. Cut documents that fit into no group; they belong to the first nano-batch.
+        node_sizes = np.bincount(nodes[first_rank : first_rank + ranks] - nodes[first_rank])
+        for number, (division, members) in enumerate(zip(divisions, nano_batches, strict=True)):
+            division.place(
+                members, node_sizes.tolist(), first_rank=first_rank, is_second=number == 1
+            )
+    # Documents that fit into no group belong to the first nano-batch.
     if placing.unplaced:
         room = np.full(settings.ranks, settings.rows_per_rank)
-        cut = cut_where_room(placing.unplaced, lengths, room_left(room, joined(*tables)))
-        tables[0] = joined(tables[0], cut)
-    # 3. Make layouts.
+        divisions[0].cut_over_all(np.array(placing.unplaced), room, divisions[1:])
     laid_out = []
-    for table in tables:
-        documents, layout = layout_of_rows(lengths, table, settings.ranks)
-        laid_out.append(with_branches(documents, layout, trees))
-    # 4. Balance core attention inside the groups.
-    slack_of_ranks = np.repeat([group.slack for group in groups], placing.sizes)
-    finished = []
-    for documents, layout in laid_out:
-        plans = {
-            kind: _balanced_in_groups(layout, kind, settings, placing, slack_of_ranks)
-            for kind in settings.kinds
-        }
-        finished.append(NanoBatch(documents, layout, plans))
-    return tuple(finished)
+    for division in divisions:
+        documents, layout = layout_of_rows(lengths, division.segments, settings.ranks)
+        laid_out.append(LaidOut(*with_branches(documents, layout, trees)))
+    return laid_out
 
 
-def _groups_of(
-    lengths: IntArray, placing: Placing, settings: PlanSettings, costs: StepCosts
-) -> list[_Group]:
-    """Return the groups of a placing, with the slack and the nodes of each.
-
-    A rank may finish as late as the slowest group, plus the tolerance.
-    """
-    tolerance = settings.finest_tolerance
-    latest = placing.slowest * (1 + tolerance)
-    first_ranks = _starts(placing.sizes).tolist()
-    groups = []
-    for documents, first_rank, ranks, seconds in zip(
-        placing.documents, first_ranks, placing.sizes, placing.seconds.tolist(), strict=True
-    ):
-        # Only core attention can be uneven: a group's spare time is measured in its seconds.
-        attention = seconds - costs.token * int(lengths[documents].sum()) / ranks
-        spare = (latest - seconds) / attention if attention > 0 else MOST_SLACK
-        slack = min(max(spare, tolerance), MOST_SLACK)
-        nodes = settings.node_of_ranks[first_rank : first_rank + ranks]
-        node_sizes = np.unique(nodes, return_counts=True)[1].tolist()
-        groups.append(_Group(documents, first_rank, node_sizes, slack))
-    return groups
-
-
-def _two_nano_batches(lengths: IntArray, group: _Group) -> list[IntArray]:
+def _two_nano_batches(lengths: IntArray, documents: IntArray, ranks: int) -> list[IntArray]:
     """Return the documents of two nano-batches of a group; none if it cannot form two."""
-    group_lengths = lengths[group.documents]
-    ranks = sum(group.node_sizes)
+    group_lengths = lengths[documents]
     halves = split_documents(group_lengths, ranks)
     if halves is None:
         halves = _longest_apart(group_lengths, ranks) or []
-    return [group.documents[half] for half in halves]
+    return [documents[half] for half in halves]
 
 
 def _longest_apart(lengths: IntArray, ranks: int) -> list[IntArray] | None:
@@ -334,6 +285,38 @@ def _longest_apart(lengths: IntArray, ranks: int) -> list[IntArray] | None:
     if int(lengths[other_documents].sum()) < ranks:
         return None
     return [np.array([longest]), other_documents]
+
+
+def balance_in_groups(
+    laid_out: LaidOut, placing: Placing, settings: PlanSettings, slack: FloatArray
+) -> NanoBatch:
+    """Balance the core attention of a nano-batch inside each group, in one stage.
+
+    Args:
+        slack: [groups] as `slack_of_groups` returns.
+    """
+    slack_of_ranks = np.repeat(slack, placing.sizes)
+    plans = {
+        kind: _balanced_in_groups(laid_out.layout, kind, settings, placing, slack_of_ranks)
+        for kind in settings.kinds
+    }
+    return NanoBatch(laid_out.documents, laid_out.layout, plans)
+
+
+def slack_of_groups(
+    lengths: IntArray, placing: Placing, tolerance: float, costs: StepCosts
+) -> FloatArray:
+    """Return [groups] how far above its group's mean a rank may be, as a fraction of the mean.
+
+    A rank may finish as late as the slowest group, plus the tolerance.
+    """
+    tokens = np.array([lengths[documents].sum() for documents in placing.documents])
+    # Only core attention can be uneven: a group's spare time is measured in its seconds.
+    attention = placing.seconds - costs.token * tokens / placing.sizes
+    spare = placing.slowest * (1 + tolerance) - placing.seconds
+    slack = np.full(len(placing.sizes), MOST_SLACK)
+    np.divide(spare, attention, out=slack, where=attention > 0)
+    return np.minimum(np.maximum(slack, tolerance), MOST_SLACK)
 
 
 def _balanced_in_groups(

@@ -12,7 +12,6 @@ from math import ceil
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from hf_distca.plan import AttentionKind, Direction, Layout, MicroBatchPlan
 from hf_distca.plan.arrays import FloatArray, IntArray
@@ -47,6 +46,11 @@ class Walked:
     other: FloatArray  # [ranks] in all other computation, and in a CPU's transport of rows
     waited: FloatArray  # [ranks] waiting for exchanges
     mixing: FloatArray  # [ranks] the part of `other` in layers that mix rows in order
+
+    @property
+    def computed(self) -> float:
+        """Seconds that the slowest rank computes."""
+        return float((self.attention + self.other).max())
 
 
 Key = tuple[int, str]

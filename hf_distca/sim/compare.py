@@ -200,10 +200,7 @@ def simulate(
     Args:
         images: of each micro-batch; none for text.
     """
-    # 1. The micro-batches as training draws them, and the operations of the model in them. Features
-    #    of images travel between all ranks, which then plan together.
-    if images:
-        run = replace(run, plans=replace(run.plans, pod_ranks=run.plans.ranks))
+    # 1. The micro-batches as training draws them, and the operations of the model in them.
     capacity = run.plans.capacity
     uncut = list(islice(micro_batches, count))
     full = [np.minimum(lengths, capacity) for lengths in uncut]
@@ -303,8 +300,7 @@ def _steps_of(
         step, plans_of_pods = strategy.step(lengths)
         if images:
             batch = images[index].of_first(len(lengths))
-            plan = plans_of_pods[0] if plans_of_pods else None  # of all ranks
-            step = with_encoders(step, plan, batch, lengths, run)
+            step = with_encoders(step, plans_of_pods, batch, lengths, run)
         steps.append(step)
         plans += plans_of_pods
     return steps, max(plans, key=lambda plan: plan.summary.exchange.bytes_bottleneck, default=None)

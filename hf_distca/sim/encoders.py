@@ -1,10 +1,11 @@
 """Encoders of images in simulated steps: their seconds on each rank, planned and in place."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
-from hf_distca.plan import MicroBatchPlan
+from hf_distca.plan import FEATURES, MicroBatchPlan
 from hf_distca.plan.arrays import FloatArray, IntArray, Table
 from hf_distca.plan.intervals import row_counts
 from hf_distca.planner.images import choose_encoders, held_features
@@ -33,20 +34,32 @@ class SimulatedImages:
         runs = self.placeholders.compress(self.placeholders["image"] < len(images))
         return replace(self, images=images, placeholders=runs)
 
-    def encoders(self, plan: MicroBatchPlan, ranks: int) -> tuple[IntArray, Table]:
-        """Return [images] the rank that encodes each, and where features go, of dtype FEATURES."""
-        entries = [
-            (rank, 0, document, start, stop, 0)
-            for rank in range(ranks)
-            for document, start, stop in plan.held_by(rank)
-        ]
-        features = held_features(self.images, self.placeholders, np.array(entries, TOKENS))
-        return choose_encoders(self.images["cost"], features, range(ranks)), features
+    def encoders(self, plans: Sequence[MicroBatchPlan]) -> tuple[IntArray, Table]:
+        """Return [images] the rank that encodes each, and where features go, of dtype FEATURES.
+
+        Args:
+            plans: of each pod, whose ranks encode the images of its documents.
+        """
+        encoders = np.zeros(len(self.images), np.int64)
+        parts = [np.zeros(0, FEATURES)]
+        for plan in plans:
+            entries = [
+                (rank, 0, document, start, stop, 0)
+                for rank in plan.ranks
+                for document, start, stop in plan.held_by(rank)
+            ]
+            features = held_features(self.images, self.placeholders, np.array(entries, TOKENS))
+            of_pod = np.unique(features["image"])
+            own = features.copy()
+            own["image"] = np.searchsorted(of_pod, features["image"])
+            encoders[of_pod] = choose_encoders(self.images["cost"][of_pod], own, plan.ranks)
+            parts.append(features)
+        return encoders, np.concatenate(parts)
 
 
 def with_encoders(
     step: StepTime,
-    plan: MicroBatchPlan | None,
+    plans: Sequence[MicroBatchPlan],
     batch: SimulatedImages,
     lengths: IntArray,
     run: RunSpec,
@@ -58,17 +71,17 @@ def with_encoders(
     documents share their images evenly. Where a document is cut, its images are cut in proportion.
 
     Args:
-        plan: of the step; None for strategies without plans.
+        plans: of each pod; none for strategies without plans.
         lengths: [documents] tokens of each.
     """
-    if plan is None:
+    if not plans:
         seconds, patches = (
             _in_place(values, batch.images["document"], step, lengths)
             for values in (batch.images["cost"], batch.images["patches"])
         )
         slowest = float((step.attention + step.other + step.waited + seconds).max())
         return replace(step, seconds=slowest, encoder=seconds, encoder_patches=int(patches.max()))
-    encoders, features = batch.encoders(plan, run.plans.ranks)
+    encoders, features = batch.encoders(plans)
     encoder_seconds = np.bincount(encoders, batch.images["cost"], run.plans.ranks).astype(float)
     encoded_patches = np.bincount(encoders, batch.images["patches"], run.plans.ranks)
     travel = _travel_seconds(encoders, features, batch.row_bytes, run)

@@ -41,6 +41,7 @@ KEYS = [
         "tasks",
         "min_rows",
         "tasks_below_block",
+        "pods",
         "nano_batches",
         "stages",
         "plan_ms",
@@ -129,6 +130,7 @@ def test_figures(command, figures):
 def test_json_holds_documents_segments_and_tasks(command, planned):
     (nano_batch,) = planned(*command([[4, 4], [8]], 2, 8, UNBALANCED))
     documents = {
+        "first_rank": 0,
         "documents": [0, 1, 2],
         "lengths": [4, 4, 8],
         "tasks": [[0, 0, 4, 0], [1, 0, 4, 0], [2, 0, 8, 1]],
@@ -236,6 +238,19 @@ def test_the_plan_is_the_trainers(command, planned, planned_model, tmp_path, lay
         assert printed["tasks"] == [
             list(task) for task in nano.plans[in_training.dominant_kind].tasks.tolist()
         ]
+
+
+def test_pods_are_planned_each_by_itself(command, figures, run):
+    in_pods = command([2000] * 14, 4, 8192, {"ranks_per_node": 2, "planning": {"pod_ranks": 2}})
+    found = figures(*in_pods)
+    assert found["pods"] == 2
+    assert {table["first_rank"] for table in found["plan"]} == {0, 2}
+    assert sorted(chain(*(table["documents"] for table in found["plan"]))) == list(range(14))
+    assert {segment[3] for table in found["plan"] for segment in table["segments"]} == {0, 1}
+    assert found["tokens_max_over_mean"] < 1.2
+    output = run(*in_pods)[1]
+    assert "\npods                           2 of 2 ranks\n" in output
+    assert "14 of 28,000 tokens" in output
 
 
 def test_the_file_of_arguments_is_read_as_yaml_and_options_come_first(
@@ -436,7 +451,8 @@ def test_offloaded_checkpoints_and_their_copies(command, run, tmp_path, monkeypa
 
 def test_memory_follows_the_settings_that_are_given(command, figures, tmp_path, monkeypatch):
     small_model().config.save_pretrained(tmp_path)
-    monkeypatch.delitem(CASES, "without_checkpointing")
+    others = {name: case for name, case in CASES.items() if name != "without_checkpointing"}
+    monkeypatch.setattr("hf_distca.cli.model.CASES", others)
     options = ["--model", str(tmp_path), *FLOAT32, "--strategy", "ddp"]
     backward = []
     for chunk_rows in (0, 32):

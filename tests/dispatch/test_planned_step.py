@@ -109,10 +109,14 @@ class Case:
 
     @property
     def steps(self) -> list[tuple[int | None, bool]]:
-        """Rows of a stage, and whether rows are forwarded inside nodes, of each step."""
-        return list(
-            itertools.product(self.stage_rows, (False, True) if self.ranks in NODES else (False,))
-        )
+        """Rows of a stage, and whether rows are forwarded inside nodes, of each step: the first
+        and the last rows with and without, those between with.
+        """
+        between = [(rows, True) for rows in self.stage_rows[1:-1]]
+        ends = dict.fromkeys((self.stage_rows[0], self.stage_rows[-1]))
+        if self.ranks not in NODES:
+            return [(rows, False) for rows in self.stage_rows]
+        return [(rows, in_hops) for rows in ends for in_hops in (False, True)] + between
 
 
 @cache

@@ -61,7 +61,7 @@ def python(clone, tmp_path_factory) -> Path:
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True)
     python = folder / "bin" / "python"
     run_outside(
-        [*pip, "--python", python, "install", "--no-deps", "--no-index", "--no-compile", wheel],
+        [*pip, "--python", python, "install", "--no-deps", "--no-index", wheel],
         ROOT.parent,
     )
     (site,) = folder.glob("lib/python*/site-packages")

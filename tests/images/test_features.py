@@ -58,7 +58,7 @@ def with_frozen_encoder(implementation: str) -> nn.Module:
 ARGUMENTS = {
     "max_steps": 3,
     "eval_strategy": "steps",
-    "eval_steps": 1,
+    "eval_steps": 3,
     "remove_unused_columns": False,
     "max_grad_norm": 0.5,
 }
@@ -73,7 +73,7 @@ RUNS = {
         {**ARGUMENTS, "gradient_accumulation_steps": 2}, with_frozen_encoder, **SHARED
     ),
     "autocast, LoRA": Run(
-        {**ARGUMENTS, "bf16": True, "max_steps": 2},
+        {**ARGUMENTS, "bf16": True, "max_steps": 2, "eval_steps": 2},
         seeing,
         lora("q_proj", "o_proj", "up_proj"),  # which the encoder does not have
         rounds=True,

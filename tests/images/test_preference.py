@@ -33,7 +33,7 @@ ARGUMENTS: dict[str, Any] = {
     "max_length": None,
     "train_sampling_strategy": "sequential",
     "eval_strategy": "steps",
-    "eval_steps": 1,
+    "eval_steps": 3,
 }
 FOLLOWED = ("loss", "grad_norm", "rewards/chosen", "rewards/rejected")
 

@@ -1,5 +1,6 @@
 """Trainings on documents with images, beside the stock model on one document at a time."""
 
+from functools import cache
 from typing import Any
 
 import datasets
@@ -26,12 +27,17 @@ WITHIN = 1e-5
 """Largest error of losses and weights, relative to the largest value."""
 
 
-def stock_training(
-    family: str, examples: Examples | None = None, layers: int = 2
+@cache
+def stock_training(family: str, layers: int = 2) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """The stock training of a family on its documents."""
+    return stock_training_on(family, documents(family, COUNTS), layers)
+
+
+def stock_training_on(
+    family: str, examples: Examples, layers: int = 2
 ) -> tuple[list[float], dict[str, torch.Tensor]]:
     """Losses of steps of plain gradient descent on all documents, and the weights after them."""
     model = tiny_model(family, "sdpa", layers)
-    examples = examples or documents(family, COUNTS)
     targets = sum(len(example["input_ids"]) - 1 for example in examples)
     losses = []
     for _ in range(STEPS):
@@ -160,7 +166,7 @@ def test_equal_tokens_stand_for_other_images(rank_pools, tmp_path):
         {name: np.asarray(value).tolist() for name, value in example.items()}
         for example in (seen, text, other)
     ]
-    expected = stock_training("qwen3_vl", examples)
+    expected = stock_training_on("qwen3_vl", examples)
     for result in rank_pools[2].run(train, str(tmp_path), "qwen3_vl", "ddp", {}, True, examples):
         assert_equal(result, expected)
 

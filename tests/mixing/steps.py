@@ -112,7 +112,7 @@ def make_model(model_type: str, implementation: str = "distca", *, lora: bool = 
 
 def step(
     model_type: str,
-    lengths: list[int],
+    lengths: Sequence[int],
     cut: list[Ranks] | None = None,
     *,
     checkpointing: bool | None = None,
@@ -162,7 +162,7 @@ def step(
     return Step(loss, grads, (bound.ran.mixing, bound.ran.layers, bound.ran.layers_in_turns))
 
 
-def reference(model_type: str, lengths: list[int], lora: bool = False, **rough: Any) -> Step:
+def reference(model_type: str, lengths: Sequence[int], lora: bool = False, **rough: Any) -> Step:
     """The step of one process, document by document.
 
     Args:

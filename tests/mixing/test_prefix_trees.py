@@ -4,6 +4,7 @@ Shape suffixes: N rows of this rank, S rows of a sequence, C channels.
 """
 
 from dataclasses import dataclass
+from functools import cache
 from typing import NamedTuple
 
 import numpy as np
@@ -143,6 +144,7 @@ Found = tuple[list[Tensor], dict[str, Tensor]]
 """Hidden states, and gradients of all parameters of the backbone."""
 
 
+@cache
 def alone(model_type: str, *, autocast: bool = False) -> Found:
     """Hidden states of each sequence by itself, [S, C], and the sum of their gradients."""
     model = make_model(model_type, "eager").model
@@ -244,23 +246,22 @@ def rows_of_rank(hidden: list[Tensor], nano_batches: list[Ranks]) -> list[Tensor
     return rows
 
 
-def all_errors(model_type: str) -> dict[Company, tuple[Errors, Errors]]:
-    """Errors of a step in trees; and errors that its precision has without trees."""
-    exact = alone(model_type)
-    rough = alone(model_type, autocast=True)
+def errors_in_trees(model_type: str, exact: Found) -> dict[Company, Errors]:
+    """Errors of a step in trees in each company, beside each sequence by itself."""
     found = {}
     for company in COMPANY[dist.get_world_size()]:
         hidden = rows_of_rank(exact[0], plans_of(company))
-        in_company = Errors.of(in_trees(model_type, company), (hidden, exact[1]))
-        found[company] = in_company, Errors.of(rough, exact)
+        found[company] = Errors.of(in_trees(model_type, company), (hidden, exact[1]))
     return found
 
 
 @pytest.mark.parametrize("model_type", KINDS)
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_branches_start_from_the_state_of_their_prefix(rank_pools, model_type, ranks, subtests):
-    for found in rank_pools[ranks].run(all_errors, model_type):
-        for company, (errors, rough) in found.items():
+    exact = alone(model_type)
+    rough = Errors.of(alone(model_type, autocast=True), exact)  # what the precision alone makes
+    for found in rank_pools[ranks].run(errors_in_trees, model_type, exact):
+        for company, errors in found.items():
             with subtests.test(str(company)):
                 if company.autocast:
                     assert errors.hidden < 2 * rough.hidden + 5e-2

@@ -3,7 +3,7 @@ cut none.
 """
 
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 
 import pytest
 import torch
@@ -20,8 +20,8 @@ from tests.models_and_batches import planned_step, random_documents
 
 pytestmark = pytest.mark.usefixtures("backward_thread")
 
-LENGTHS = [60, 7, 45, 33, 24, 1, 18]
-FEW = [60, 7, 29]
+LENGTHS = (60, 7, 45, 33, 24, 1, 18)
+FEW = (60, 7, 29)
 WHOLE = {"document_layout": "whole", "tokens_per_rank": 96}
 MODELS = ("qwen3_next", "falcon_h1", "jamba")
 """With a mixing module instead of attention in some layers, with one beside it in every layer, and
@@ -46,6 +46,10 @@ RAN = {
 """How often mixing modules ran, layers with attention, and those of them that took turns."""
 
 
+alone = cache(reference)
+"""Steps of one process, which several trainings are compared with."""
+
+
 def _steps(model_type: str) -> list[Step]:
     return [step(model_type, LENGTHS, **WHOLE, **company) for company in COMPANY.values()]
 
@@ -57,9 +61,9 @@ def test_loss_and_gradients_are_those_of_document_by_document(rank_pools, model_
             lora = company.get("lora", False)
             rough = None
             if "autocast" in company:
-                rough = reference(model_type, LENGTHS, lora, autocast=True)
+                rough = alone(model_type, LENGTHS, lora, autocast=True)
             with subtests.test(name, rank=rank):
-                assert_equal(got, reference(model_type, LENGTHS, lora), rough, within=2e-5)
+                assert_equal(got, alone(model_type, LENGTHS, lora), rough, within=2e-5)
                 assert got.ran == RAN.get((model_type, name), got.ran)
 
 
@@ -69,7 +73,7 @@ def test_loss_and_gradients_are_those_of_document_by_document(rank_pools, model_
 def test_checkpoints_inside_checkpointed_layers(rank_pools, ranks, lengths, model_type, reentrant):
     # A hybrid layer has a Mamba layer inside, which is a checkpoint too and is recomputed apart
     # from it.
-    expected = reference(model_type, lengths)
+    expected = alone(model_type, lengths)
     run = partial(step, model_type, lengths, checkpointing=reentrant, **WHOLE)
     for got in rank_pools[ranks].run(run):
         assert_equal(got, expected)

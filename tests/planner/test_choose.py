@@ -357,28 +357,57 @@ def planned_in_groups(lengths, settings, of_ranks):
 ONE_RANK = Placing.of_all(np.ones(1), np.ones(1))
 
 
-def searched(*bounds_and_seconds):
-    """Search candidates with these bounds and predicted seconds; None stands for no plan.
+def numbered(number, bound):
+    """A candidate that is known by its number of nano-batches."""
+    return Candidate(ONE_RANK, bound, "over all", 0.01, number)
 
-    Return the index of the fastest candidate, and the indices of planned ones in their order.
+
+def walked(seconds, attention=0.0, other=0.0):
+    """A step of one rank."""
+    nothing = np.zeros(1)
+    return Walked(seconds, np.array([attention]), np.array([other]), nothing, nothing)
+
+
+class Listed:
+    """Candidates with these bounds and predicted seconds, by number; None stands for no plan.
+
+    Layouts may raise bounds, and further candidates may follow from a plan or be tried over few.
     """
-    listed = [Candidate(ONE_RANK, bound, "over all", 0.01, 1) for bound, _ in bounds_and_seconds]
-    in_order = []
 
-    def plan(candidate):
-        index = next(number for number, other in enumerate(listed) if other is candidate)
-        in_order.append(index)
-        seconds = bounds_and_seconds[index][1]
+    def __init__(self, bounds_and_seconds, least=None, follows=None, few=None):
+        self.listed = [numbered(n, bound) for n, (bound, _) in enumerate(bounds_and_seconds)]
+        self.seconds = [seconds for _, seconds in bounds_and_seconds]
+        self.least, self.follows, self.few = least or {}, follows or {}, few or {}
+        self.laid_out, self.planned_in_order = [], []
+
+    def least_seconds(self, candidate):
+        self.laid_out.append(candidate.nano_batches)
+        return self.least.get(candidate.nano_batches, 0.0)
+
+    def planned(self, candidate):
+        self.planned_in_order.append(candidate.nano_batches)
+        seconds = self.seconds[candidate.nano_batches]
         if seconds is None:
             return None
-        nothing = np.zeros(1)
-        step = Walked(seconds, nothing, nothing, nothing, nothing)
-        return PlannedCandidate(candidate, (), [], None, step)
+        return PlannedCandidate(candidate, (), [], None, walked(seconds))
 
-    fastest = fastest_of(listed, plan)
-    if fastest is None:
-        return None, in_order
-    return next(n for n, other in enumerate(listed) if other is fastest.candidate), in_order
+    def over_few(self, candidate, bound, seconds):
+        further, most = self.few.get(candidate.nano_batches, (None, np.inf))
+        return [self.listed[further]] if most < seconds < np.inf else []
+
+    def waiting_less(self, planned):
+        further = self.follows.get(planned.candidate.nano_batches)
+        return [] if further is None else [self.listed[further]]
+
+    def search(self, first=None):
+        fastest = fastest_of(self.listed[:first], self)
+        return fastest and fastest.candidate.nano_batches
+
+
+def searched(*bounds_and_seconds):
+    """Return the number of the fastest candidate, and those of planned ones in their order."""
+    planner = Listed(bounds_and_seconds)
+    return planner.search(), planner.planned_in_order
 
 
 @pytest.mark.parametrize(
@@ -387,7 +416,7 @@ def searched(*bounds_and_seconds):
         pytest.param([(3, 9), (1, 8), (2, 7)], 2, [1, 2, 0], id="lowest bound first"),
         pytest.param([(2, 9), (1, 8), (2, 7)], 2, [1, 0, 2], id="equal bounds as listed"),
         pytest.param([(1, 8), (2, 8)], 0, [0, 1], id="the first of equal seconds"),
-        pytest.param([(1, 4), (3.95, 9), (3.97, 3.97)], 0, [0, 1], id="stop within a hundredth"),
+        pytest.param([(1, 4), (3.98, 9), (3.99, 3.99)], 0, [0, 1], id="stop if near enough"),
         pytest.param([(1, 5), (4, 4.1), (4.5, 4.6)], 1, [0, 1], id="stop by the fastest so far"),
         pytest.param([(1, None), (2, 6)], 1, [0, 1], id="no plan of the lowest bound"),
         pytest.param([(1, 4), (2, None), (3, 3.5)], 2, [0, 1, 2], id="no plan in between"),
@@ -451,44 +480,75 @@ def test_larger_groups_are_tried_where_smaller_ones_have_too_many_moves(
     assert [placing.sizes for placing in search._even_placings()] == expected
 
 
+def test_layouts_are_made_in_the_order_of_bounds_and_raise_them():
+    planner = Listed([(1, 8), (2, 7), (3, 6)], least={0: 9, 1: 6.5, 2: 2})
+    assert planner.search() == 2
+    assert planner.laid_out == [0, 1, 2]
+    assert planner.planned_in_order == [2]
+    planner = Listed([(1, 2), (3, 1)])
+    assert planner.search() == 0
+    assert planner.laid_out == [0]
+
+
+def test_candidates_follow_from_plans_and_from_layouts():
+    assert Listed([(1, 8), (1, 5)], follows={0: 1}).search(first=1) == 1
+    assert Listed([(1, 8), (8, 5)], follows={0: 1}).search(first=1) == 1  # has the layout's bound
+    assert Listed([(1, 8), (1, 5)], few={0: (1, 7)}).search(first=1) == 1
+    assert Listed([(1, 8), (1, 5)], few={0: (1, 9)}).search(first=1) == 0
+    by_layout = Listed([(1, 8), (2, 7)], least={0: 7.5}, few={0: (1, 7.2)})
+    assert by_layout.search(first=1) == 1
+    assert by_layout.planned_in_order == [1]
+
+
+@pytest.fixture
+def search():
+    """A search for eight ranks on two nodes that may take two nano-batches and 0.1."""
+    settings = PlanSettings(8, 64, (KIND,), ranks_per_node=4, ping_pong=AUTO)
+    settings = replace(settings, costs=costs(FREE, FREE))
+    return _Search(np.array([100, 100]), settings, partial(list))
+
+
+INSIDE, ACROSS = (
+    Placing(sizes, tuple(np.array([n]) for n in range(len(sizes))), (), np.ones(len(sizes)))
+    for sizes in ((4, 4), (8,))
+)
+
+
 @pytest.mark.parametrize(
-    ("attention", "other", "tolerance", "least"),
+    ("placing", "division", "nano_batches", "seconds", "expected"),
     [
-        pytest.param(4.0, 5.5, 0.01, 9.8, id="one nano-batch saves little where two hardly wait"),
-        pytest.param(4.0, 3.0, 0.01, 1.0, id="one nano-batch may wait less than two"),
-        pytest.param(4.0, 5.5, 0.1, 9.5 + 0.09 * 3.0, id="a coarser tolerance computes longer"),
+        pytest.param(ACROSS, "over all", 1, 1.03, (0.1, 1), id="a coarser tolerance"),
+        pytest.param(ACROSS, "over all", 1, 1.01, None, id="few waits"),
+        pytest.param(ACROSS, "over few", 2, 1.2, (0.1, 1), id="one nano-batch across nodes"),
+        pytest.param(ACROSS, "over few", 2, 1.09, None, id="two nano-batches hide exchanges"),
+        pytest.param(ACROSS, "over few", 1, 1.09, None, id="one nano-batch was all"),
+        pytest.param(INSIDE, "over few", 1, 1.0, (0.01, 2), id="two nano-batches inside nodes"),
+        pytest.param(INSIDE, "over all", 1, 1.2, None, id="over all ranks of a node"),
     ],
 )
-def test_plans_raise_the_bounds_of_plans_like_them(attention, other, tolerance, least):
-    of_plans = PlanSettings(2, 128, (KIND,), costs=costs(FREE, FREE))
-    search = choose._Search(np.array([100, 100]), of_plans, partial(tuple))
-    placing = Placing.of_all(np.ones(2), np.ones(2))
-    two, one = (
-        Candidate(placing, 1.0, "over few", *options) for options in ((0.01, 2), (tolerance, 1))
-    )
-    assert search.least_seconds(one) == 1.0  # nothing was planned
-    nothing = np.zeros(2)
-    step = Walked(10.0, np.array([attention, 2.0]), np.array([other, 0.0]), nothing, nothing)
-    search._steps[choose._key(two)] = step
-    assert search.least_seconds(one) == pytest.approx(least)
-    other_placing = replace(one, placing=Placing.of_all(np.ones(2), np.ones(2)))
-    assert search.least_seconds(other_placing) == 1.0
+def test_what_may_wait_less_than_a_plan(
+    search, monkeypatch, placing, division, nano_batches, seconds, expected
+):
+    monkeypatch.setattr(PlannedCandidate, "is_balanced_by_moves", True)
+    candidate = Candidate(placing, 0.5, division, 0.01, nano_batches)
+    planned = PlannedCandidate(candidate, (), [], None, walked(seconds, 0.4, 0.6))
+    found = [(each.tolerance, each.nano_batches) for each in search.waiting_less(planned)]
+    assert found == ([] if expected is None else [expected])
+    monkeypatch.setattr(PlannedCandidate, "is_balanced_by_moves", False)
+    if division == "over all":  # a coarser tolerance moves nothing less
+        assert search.waiting_less(planned) == []
 
 
-def test_a_candidate_that_cannot_be_faster_is_passed_over():
-    placing = Placing.of_all(np.ones(1), np.ones(1))
-    listed = [Candidate(placing, 1.0, "over few", 0.01, number) for number in range(3)]
-    planned = []
-
-    def plan(candidate):
-        planned.append(candidate.nano_batches)
-        nothing = np.zeros(1)
-        step = Walked(4.0 - candidate.nano_batches, nothing, nothing, nothing, nothing)
-        return PlannedCandidate(candidate, (), [], None, step)
-
-    fastest = fastest_of(listed, plan, lambda candidate: {1: 3.97}.get(candidate.nano_batches, 1.0))
-    assert planned == [0, 2]
-    assert fastest.seconds == 2.0
+def test_documents_are_tried_over_few_ranks_of_nodes_where_all_of_them_wait(search):
+    over_all = Candidate(ACROSS, 1.0, "over all", 0.01, 1)
+    assert search.over_few(over_all, 1.2, 1.25) == []  # near the bound of its layout
+    (few,) = search.over_few(over_all, 1.2, 1.27)
+    assert (few.division, few.nano_batches, few.bound) == ("over few", 2, 1.0)
+    assert search.over_few(over_all, 1.2, 2.0) == []  # they are tried once
+    assert search.over_few(replace(over_all, placing=INSIDE), 1.2, 2.0) == []
+    # Where every rank is a node, a plan near its bound is no measure.
+    search._node_sizes = (1,) * 8
+    assert search.over_few(replace(over_all, placing=replace(ACROSS)), 1.2, 1.2) != []
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_distca.plan.cost import pairs
-from hf_distca.planner.division import cut_where_room, divide_nano_batches
+from hf_distca.planner.division import Division
 from hf_distca.planner.layout import layout_of_rows
 from tests.planner.plan_checks import check_layout
 
@@ -14,14 +14,9 @@ from tests.planner.plan_checks import check_layout
 def divided(lengths, nodes, *, over_all=False):
     """[segments] of (document, start, stop, rank) of one nano-batch, by document and row."""
     lengths = np.array(lengths)
-    (segments,) = divide_nano_batches(
-        lengths,
-        pairs(0, lengths).astype(float),
-        [np.arange(len(lengths))],
-        nodes,
-        over_all=over_all,
-    )
-    return sorted(segments[["document", "start", "stop", "rank"]].tolist())
+    division = Division(lengths, pairs(0, lengths).astype(float), over_all=over_all)
+    division.place(np.arange(len(lengths)), nodes)
+    return sorted(division.segments[["document", "start", "stop", "rank"]].tolist())
 
 
 def ranks_of(segments):
@@ -73,8 +68,12 @@ def test_a_document_is_divided_evenly_only_if_every_part_has_a_row(tokens, parts
 
 
 def test_the_end_of_a_document_that_fits_nowhere_lies_where_most_room_is():
-    cut = cut_where_room([0], np.array([9]), np.array([2, 6, 4]))
-    assert cut[["start", "stop", "rank"]].tolist() == [(3, 9, 1), (0, 3, 2)]
+    lengths = np.array([9, 1, 2])
+    first, second = (Division(lengths, lengths.astype(float), over_all=False) for _ in range(2))
+    first.place(np.array([2]), (1,), first_rank=2)
+    second.place(np.array([1]), (1,), first_rank=0)
+    first.cut_over_all(np.array([0]), np.array([3, 6, 6]), [second])
+    assert first.segments[["start", "stop", "rank"]].tolist() == [(3, 9, 1), (0, 3, 2), (0, 2, 2)]
 
 
 @pytest.mark.parametrize("over_all", [True, False])
@@ -93,8 +92,11 @@ def test_a_document_lies_on_as_few_nodes_as_it_needs():
 
 def test_tokens_that_do_not_divide_evenly_are_on_other_ranks_in_the_second_nano_batch():
     lengths = np.array([11, 11])
-    nano_batches = [np.array([0]), np.array([1])]
-    tables = divide_nano_batches(lengths, lengths.astype(float), nano_batches, (2,), over_all=False)
+    tables = []
+    for number in range(2):
+        division = Division(lengths, lengths.astype(float), over_all=False)
+        division.place(np.array([number]), (2,), is_second=number == 1)
+        tables.append(division.segments)
     tokens = [
         np.bincount(table["rank"], table["stop"] - table["start"]).tolist() for table in tables
     ]
@@ -112,9 +114,9 @@ def test_tokens_that_do_not_divide_evenly_are_on_other_ranks_in_the_second_nano_
 def test_every_row_is_on_one_rank_and_ranks_have_equal_tokens(lengths, nodes, window, over_all):
     lengths = np.array(lengths)
     work = pairs(0, lengths, window).astype(float)
-    nano_batches = [np.arange(len(lengths))]
-    (segments,) = divide_nano_batches(lengths, work, nano_batches, nodes, over_all=over_all)
-    documents, layout = layout_of_rows(lengths, segments, sum(nodes))
+    division = Division(lengths, work, over_all=over_all)
+    division.place(np.arange(len(lengths)), nodes)
+    documents, layout = layout_of_rows(lengths, division.segments, sum(nodes))
     assert documents.tolist() == list(range(len(lengths)))
     check_layout(layout)
     share, more = divmod(int(lengths.sum()), sum(nodes))

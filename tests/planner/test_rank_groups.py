@@ -9,10 +9,12 @@ from hf_distca.plan import AttentionKind, Branches
 from hf_distca.plan.figures import loads_of
 from hf_distca.planner.prefix_trees import PrefixTrees
 from hf_distca.planner.rank_groups import (
+    balance_in_groups,
     joined_nodes,
-    nano_batches_in_groups,
+    lay_out_in_groups,
     partitions,
     place_in_groups,
+    slack_of_groups,
 )
 from hf_distca.planner.settings import PlanSettings
 from hf_distca.predict.seconds import KernelCost, KindCosts, LinkCost, Links, StepCosts
@@ -47,9 +49,16 @@ def placed(lengths, sizes, tokens, seconds=None, slowness=None, fill_to=0.0):
 
 def in_groups(lengths, placing, tokens, count=1, *, over_all=False, **settings):
     of_plans = PlanSettings(sum(placing.sizes), tokens, (KIND,), **settings)
-    return nano_batches_in_groups(
-        np.array(lengths), placing, of_plans, costs(), count, over_all=over_all
-    )
+    return planned_in_groups(np.array(lengths), placing, of_plans, count, over_all)
+
+
+def planned_in_groups(lengths, placing, of_plans, count, over_all):
+    seconds = document_seconds(lengths, costs())
+    laid_out = lay_out_in_groups(lengths, seconds, placing, of_plans, count, over_all=over_all)
+    if laid_out is None:
+        return None
+    slack = slack_of_groups(lengths, placing, of_plans.finest_tolerance, costs())
+    return [balance_in_groups(nano, placing, of_plans, slack) for nano in laid_out]
 
 
 def ranks_of(nano, document):
@@ -235,8 +244,8 @@ def test_every_arrangement_is_a_plan_within_its_groups(drawn, nano_batches, over
     of_plans = PlanSettings(ranks, tokens, (kind,), balance_block_size=4, ranks_per_node=nodes)
     for sizes in partitions(nodes):
         placing = placed(lengths, sizes, tokens, lengths.astype(float) ** 2)
-        arrangement = placing and nano_batches_in_groups(
-            lengths, placing, of_plans, costs(), nano_batches, over_all=over_all
+        arrangement = placing and planned_in_groups(
+            lengths, placing, of_plans, nano_batches, over_all
         )
         if arrangement is None:
             continue

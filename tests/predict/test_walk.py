@@ -285,9 +285,27 @@ def local_plan(rank_lengths, ranks):
 
 def test_ranks_are_connected_by_exchanges_over_other_ranks():
     plan = local_plan([[30, 5], [5], [40], []], 8)  # over ranks 0 and 1, 2 and 3, 4 and 5
-    assert count_plan(plan, AttentionKind(), 2).connected.lowest.tolist() == [0, 0, 2, 2, 4, 4, 6, 7]
+    assert count_plan(plan, AttentionKind(), 2).connected.lowest.tolist() == [
+        0,
+        0,
+        2,
+        2,
+        4,
+        4,
+        6,
+        7,
+    ]
     plan.tasks["worker"][plan.tasks["worker"] == 2] = 1
-    assert count_plan(plan, AttentionKind(), 2).connected.lowest.tolist() == [0, 0, 0, 0, 4, 4, 6, 7]
+    assert count_plan(plan, AttentionKind(), 2).connected.lowest.tolist() == [
+        0,
+        0,
+        0,
+        0,
+        4,
+        4,
+        6,
+        7,
+    ]
 
 
 @pytest.mark.parametrize(("stage_rows", "stages"), [(7, 3), (8, 2), (16, 1), (None, 1)])

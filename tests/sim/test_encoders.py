@@ -45,18 +45,18 @@ def images(*seconds: float, of: int = 0) -> SimulatedImages:
 
 def test_without_a_plan_a_rank_encodes_the_images_of_its_documents():
     step = plain(LENGTHS, RUN)
-    seen = with_encoders(step, None, images(30.0, 20.0), LENGTHS, RUN)
+    seen = with_encoders(step, [], images(30.0, 20.0), LENGTHS, RUN)
     assert seen.encoder is not None
     assert seen.encoder.tolist() == [50, 0]
     assert (seen.seconds, seen.encoder_patches) == (step.seconds + 50, 8)
     # The rank with less attention encodes meanwhile.
-    other = with_encoders(step, None, images(30.0, of=1), LENGTHS, RUN)
+    other = with_encoders(step, [], images(30.0, of=1), LENGTHS, RUN)
     assert other.seconds == max(step.attention[0], step.attention[1] + 30)
 
 
 def test_ranks_that_share_documents_share_their_images():
     step = whole_documents(LENGTHS, RUN, Group(2))
-    seen = with_encoders(step, None, images(30.0, 20.0), LENGTHS, RUN)
+    seen = with_encoders(step, [], images(30.0, 20.0), LENGTHS, RUN)
     assert seen.encoder is not None
     assert seen.encoder.tolist() == [25, 25]
 
@@ -64,22 +64,34 @@ def test_ranks_that_share_documents_share_their_images():
 def test_images_of_a_cut_document_are_cut():
     run = replace(RUN, plans=replace(RUN.plans, rows_per_rank=4))
     lengths = np.array([6])
-    seen = with_encoders(plain(lengths, run), None, images(30.0), lengths, run)
+    seen = with_encoders(plain(lengths, run), [], images(30.0), lengths, run)
     assert seen.encoder is not None
     assert sorted(seen.encoder.tolist()) == [10, 20]
 
 
 def test_a_plan_divides_images_and_all_ranks_wait_for_them():
     step, (plan,) = planned(LENGTHS, RUN)
-    seen = with_encoders(step, plan, images(30.0, 20.0), LENGTHS, RUN)
+    seen = with_encoders(step, [plan], images(30.0, 20.0), LENGTHS, RUN)
     assert seen.encoder is not None
     assert sorted(seen.encoder.tolist()) == [20, 30]
     assert seen.seconds == step.seconds + 30
     # One row of features of 3 bytes travels there, and its gradient back.
     slow = replace(RUN, profile=replace(PROFILE, exchange=BYTE_A_SECOND))
-    assert with_encoders(step, plan, images(30.0, 20.0), LENGTHS, slow).seconds == (
+    assert with_encoders(step, [plan], images(30.0, 20.0), LENGTHS, slow).seconds == (
         step.seconds + 30 + 2 * 3
     )
+
+
+def test_a_pod_encodes_the_images_of_its_documents():
+    _, (first,) = planned(LENGTHS, RUN)
+    moved = [replace(nano, documents=nano.documents + 2) for nano in first.nano_batches]
+    second = replace(first, first_rank=2, nano_batches=tuple(moved))
+    both = images(30.0, 20.0)
+    both.images["document"] = [0, 2]
+    encoders, features = both.encoders([first, second])
+    assert (encoders // 2).tolist() == [0, 1]
+    assert features["image"].tolist() == [0, 1]
+    assert (features["rank"] // 2).tolist() == [0, 1]
 
 
 def test_images_of_documents_that_are_not_drawn():

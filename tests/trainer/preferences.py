@@ -25,7 +25,7 @@ from tests.trainer.comparison import QUIET, launched, whole
 
 COMMON: dict[str, Any] = {
     **QUIET,
-    "max_steps": 4,
+    "max_steps": 2,
     "bf16": False,
     "optim": "sgd",
     "learning_rate": 0.5,

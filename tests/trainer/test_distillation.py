@@ -12,7 +12,7 @@ from tests.trainer.preferences import Case, compare_with_stock, train
 
 WITHIN = 1e-4
 """Largest relative difference of a logged figure or of what a weight has learned, in float32."""
-STEPS = {"max_steps": 3, "temperature": 0.9}
+STEPS = {"max_steps": 2, "temperature": 0.9}
 LONG = {"tokens_per_rank": 512}
 CASES = {
     "reverse KL": Case("distillation", arguments={**STEPS, "beta": 1.0}),

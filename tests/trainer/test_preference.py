@@ -66,17 +66,28 @@ def lora() -> dict[str, Any]:
 ONE_LAUNCH: dict[str, list[Case]] = {
     "two ranks": [
         *(Case(kind) for kind in KINDS),
-        Case("dpo", arguments={"gradient_accumulation_steps": 2, "max_steps": 2}, evaluates=True),
+        Case("dpo", arguments={"gradient_accumulation_steps": 2}, evaluates=True),
         Case("grpo", arguments={"max_steps": 1}, evaluates=True),
         Case("dpo", given=lora),
         Case("grpo", given=lora),
-        Case("grpo", arguments={"num_iterations": 2, "steps_per_generation": 2, "beta": 0.0}),
+        Case(
+            "grpo",
+            arguments={
+                "num_iterations": 2,
+                "steps_per_generation": 2,
+                "beta": 0.0,
+                "max_steps": 4,
+            },
+        ),
         Case("dpo", arguments={"precompute_ref_log_probs": True, "loss_type": ["sigmoid", "sft"]}),
         Case("dpo", model=HYBRID),
         Case("grpo", model={**EXPERTS, "output_router_logits": True}),
         Case("dpo", planned={"tokens_per_rank": 40}),
         Case(
-            "dpo", arguments={"save_strategy": "steps", "save_steps": 2}, given=lora, resumes=True
+            "dpo",
+            arguments={"save_strategy": "steps", "save_steps": 2, "max_steps": 4},
+            given=lora,
+            resumes=True,
         ),
     ],
     "three ranks": [
@@ -85,12 +96,12 @@ ONE_LAUNCH: dict[str, list[Case]] = {
         Case("dpo", arguments={"max_length": 12}),
     ],
     "fsdp2": [
-        *(Case(kind, "fsdp2", {"max_steps": 2}) for kind in KINDS),
+        *(Case(kind, "fsdp2") for kind in KINDS),
         Case("kto", "fsdp2", given=lora),
     ],
     "zero3": [
-        *(Case(kind, "zero3", {"max_steps": 2}) for kind in KINDS),
-        Case("dpo", "zero3", {"max_steps": 2}, given=lora, planned={"tokens_per_rank": 300}),
+        *(Case(kind, "zero3") for kind in KINDS),
+        Case("dpo", "zero3", given=lora, planned={"tokens_per_rank": 300}),
     ],
 }
 """Trainings by launch, one after another in the same processes."""
@@ -222,7 +233,7 @@ def train_in_bf16(folder: str) -> tuple[float, float]:
     """How far weights are from those of float32 after a training in bfloat16: with hf_distca, and
     of TRL's trainer.
     """
-    case = Case("dpo", arguments={"bf16": True})
+    case = Case("dpo", arguments={"bf16": True, "max_steps": 4})
     exact = train(folder, case, planned=False, exact=True)["learned"]
     planned, stock = (
         distance(train(folder, case, planned=planned)["learned"], exact)
@@ -260,9 +271,7 @@ IN_TURNS: dict[str, Case] = {
 
 def train_shared_and_unshared(folder: str, case: Case) -> dict[str, dict[str, Any]]:
     """Train a model of three layers with prefix sharing, without, and without in float32."""
-    of_case = replace(
-        case, model={"num_hidden_layers": 3}, arguments={**case.arguments, "max_steps": 2}
-    )
+    of_case = replace(case, model={"num_hidden_layers": 3})
     unshared = replace(of_case, planned={**of_case.planned, "share_prefixes": False})
     return {
         "shared": train(f"{folder}/shared", of_case, planned=True),
@@ -348,7 +357,7 @@ def train_with_own_loss(folder: str, way: str) -> dict[str, Any]:
         model = small_model(
             implementation="sdpa" if way == "stock" else "distca", output_hidden_states=True
         )
-        arguments = {**COMMON, "output_dir": folder, "max_steps": 2, "use_cpu": True}
+        arguments = {**COMMON, "output_dir": folder, "use_cpu": True}
         settings: dict[str, Any] = with_planning({**PLANNED, **exchanging(model)})
         if way == "mixin":
             args: Any = PaddedArguments(**arguments, **settings)

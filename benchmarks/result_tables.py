@@ -334,15 +334,14 @@ def peers() -> Rows:
     yield from beside_peers("peers")
 
 
-@table_of("peers_ringmaster", "peers_ringmaster_again")
+@table_of("peers_ringmaster")
 def peers_ringmaster() -> Rows:
     yield from beside_peers("peers_ringmaster")
 
 
-@table_of("prefixes_tree_recurrence", "prefixes_tree_recurrence_again")
+@table_of("prefixes_tree_recurrence")
 def prefixes_tree_recurrence() -> Rows:
     found = result("prefixes_tree_recurrence")
-    again = result("prefixes_tree_recurrence_again")
     yield (
         "documents",
         "strategy",
@@ -352,16 +351,11 @@ def prefixes_tree_recurrence() -> Rows:
         "loss and gradients differ by",
         "seconds",
         "over hf_distca",
-        "in a second run",
     )
     for name in found["largest_difference"]:
         case, strategy = name.split(", ")
         counted = {key: found["counted"][f"{name}, {key}"] for key in ("rows", "scanned", "MiB")}
-        ratio = f"{case}, {strategy} / hf_distca"
-        over = [
-            quartiles(run["derived"][ratio]) if ratio in run["derived"] else ""
-            for run in (found, again)
-        ]
+        ratio = found["derived"].get(f"{case}, {strategy} / hf_distca")
         yield (
             case,
             strategy,
@@ -370,7 +364,7 @@ def prefixes_tree_recurrence() -> Rows:
             f"{counted['MiB']:.0f}",
             f"{found['largest_difference'][name]:.0e}",
             quartiles(found["figures"][f"{name}, s"]),
-            *over,
+            quartiles(ratio) if ratio else "",
         )
 
 

@@ -505,9 +505,7 @@ class _Search:
         """Return [groups] how far above its group's mean a rank of a candidate may be."""
         if candidate.division == "as set":
             return np.array([candidate.tolerance])
-        return slack_of_groups(
-            self._lengths, candidate.placing, candidate.tolerance, self._costs
-        )
+        return slack_of_groups(self._lengths, candidate.placing, candidate.tolerance, self._costs)
 
     def _predicted(
         self, nano_batches: Sequence[NanoBatch]

@@ -134,8 +134,8 @@ class Division:
         The rank with the most room has the end of a document: only the few rows before travel.
 
         Args:
-            left: [ranks] rows that each rank still takes, together enough for the documents; lowered
-                by what is placed.
+            left: [ranks] rows that each rank still takes, together enough for the documents;
+                lowered by what is placed.
         """
         for document in documents.tolist():
             stop = int(self._lengths[document])

@@ -334,15 +334,14 @@ def peers() -> Rows:
     yield from beside_peers("peers")
 
 
-@table_of("peers_ringmaster", "peers_ringmaster_again")
+@table_of("peers_ringmaster")
 def peers_ringmaster() -> Rows:
     yield from beside_peers("peers_ringmaster")
 
 
-@table_of("prefixes_tree_recurrence", "prefixes_tree_recurrence_again")
+@table_of("prefixes_tree_recurrence")
 def prefixes_tree_recurrence() -> Rows:
     found = result("prefixes_tree_recurrence")
-    again = result("prefixes_tree_recurrence_again")
     yield (
         "documents",
         "strategy",
@@ -352,16 +351,11 @@ def prefixes_tree_recurrence() -> Rows:
         "loss and gradients differ by",
         "seconds",
         "over hf_distca",
-        "in a second run",
     )
     for name in found["largest_difference"]:
         case, strategy = name.split(", ")
         counted = {key: found["counted"][f"{name}, {key}"] for key in ("rows", "scanned", "MiB")}
-        ratio = f"{case}, {strategy} / hf_distca"
-        over = [
-            quartiles(run["derived"][ratio]) if ratio in run["derived"] else ""
-            for run in (found, again)
-        ]
+        ratio = found["derived"].get(f"{case}, {strategy} / hf_distca")
         yield (
             case,
             strategy,
@@ -370,7 +364,7 @@ def prefixes_tree_recurrence() -> Rows:
             f"{counted['MiB']:.0f}",
             f"{found['largest_difference'][name]:.0e}",
             quartiles(found["figures"][f"{name}, s"]),
-            *over,
+            quartiles(ratio) if ratio else "",
         )
 
 
@@ -867,6 +861,47 @@ def gpu_loss_chunks() -> Rows:
             f"{step['step_s']:.3f} s",
             *("–" if size is None else f"{size:g} GB" for size in sizes),
         )
+
+
+@table_of("tasks")
+def tasks() -> Rows:
+    yield (
+        *("task", "length", "chance", "stock", "planned"),
+        *("difference", "its standard error", "two seeds differ by"),
+    )
+    for row in result("tasks")["rows"]:
+        of_seeds = max(max(shares) - min(shares) for shares in row["seeds"].values())
+        yield (
+            row["task"],
+            f"{row['length']:,}",
+            *(f"{row[name]:.3f}" for name in ("chance", "stock", "planned")),
+            f"{row['difference']:+.3f}",
+            f"{row['standard error of the difference']:.3f}",
+            f"{of_seeds:.3f}",
+        )
+
+
+@table_of("dpo_curves", "grpo_curves")
+def preference_curves() -> Rows:
+    yield (
+        *("training", "seed"),
+        *("stock, first 10 steps", "stock, last 10 steps", "planned, last 10 steps"),
+        *("mean difference of the curves", "two seeds, one way", "steps alike"),
+    )
+    for name in ("dpo", "grpo"):
+        figures = result(f"{name}_curves")[name]
+        of_seeds = figures["difference_of_seeds"]
+        for seed, alike in enumerate(figures["steps_alike"]):
+            values = (figures["first"]["stock"], *figures["last"].values())
+            difference = figures["difference_of_ways"][seed]
+            yield (
+                name.upper(),
+                str(seed),
+                *(f"{of_seed[seed]:.3f}" for of_seed in values),
+                f"{difference:.1e}" if difference else "0",
+                f"{max(of_seeds):.3f}",
+                f"{alike} of {figures['steps']}",
+            )
 
 
 def table(name: str) -> str:

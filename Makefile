@@ -57,9 +57,7 @@ quick: $(SETUP)
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile \
 		-m "not launches and not gpu and not survey and not further_strategy" $(QUICK_TESTS)
 
-# Types beside the tests, which leave a core idle now and then.
-test: lint
-	@$(MAKE) --no-print-directory --jobs 2 types tests
+test: lint types tests
 
 lint: $(SETUP)
 	@echo "Lint: style, and the direction of imports."

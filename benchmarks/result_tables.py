@@ -863,6 +863,47 @@ def gpu_loss_chunks() -> Rows:
         )
 
 
+@table_of("tasks")
+def tasks() -> Rows:
+    yield (
+        *("task", "length", "chance", "stock", "planned"),
+        *("difference", "its standard error", "two seeds differ by"),
+    )
+    for row in result("tasks")["rows"]:
+        of_seeds = max(max(shares) - min(shares) for shares in row["seeds"].values())
+        yield (
+            row["task"],
+            f"{row['length']:,}",
+            *(f"{row[name]:.3f}" for name in ("chance", "stock", "planned")),
+            f"{row['difference']:+.3f}",
+            f"{row['standard error of the difference']:.3f}",
+            f"{of_seeds:.3f}",
+        )
+
+
+@table_of("dpo_curves", "grpo_curves")
+def preference_curves() -> Rows:
+    yield (
+        *("training", "seed"),
+        *("stock, first 10 steps", "stock, last 10 steps", "planned, last 10 steps"),
+        *("mean difference of the curves", "two seeds, one way", "steps alike"),
+    )
+    for name in ("dpo", "grpo"):
+        figures = result(f"{name}_curves")[name]
+        of_seeds = figures["difference_of_seeds"]
+        for seed, alike in enumerate(figures["steps_alike"]):
+            values = (figures["first"]["stock"], *figures["last"].values())
+            difference = figures["difference_of_ways"][seed]
+            yield (
+                name.upper(),
+                str(seed),
+                *(f"{of_seed[seed]:.3f}" for of_seed in values),
+                f"{difference:.1e}" if difference else "0",
+                f"{max(of_seeds):.3f}",
+                f"{alike} of {figures['steps']}",
+            )
+
+
 def table(name: str) -> str:
     header, *rows = TABLES[name][0]()
     return (

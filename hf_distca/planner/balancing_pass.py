@@ -7,6 +7,7 @@ minimised, over all givers and for the busiest one.
 import itertools
 import math
 from bisect import bisect_left, insort
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -177,10 +178,12 @@ def balancing_pass(
     # 1. Flows, inside each group.
     surplus = _surplus(problem, problem.loads(tasks), aim, limit)
     held_rows = _held_rows(problem, tasks, surplus)
-    partners = _partners(held_rows)
+    partners = _partners(held_rows, groups.tolist())
     flows: Flows = {}
     for group in np.unique(groups[surplus > 0]):
-        flows |= plan_flows(np.where(groups == group, surplus, 0.0).tolist(), partners)
+        members = np.flatnonzero(groups == group)
+        surplus_of_members = dict(zip(members.tolist(), surplus[members].tolist(), strict=True))
+        flows |= plan_flows(surplus_of_members, partners)
     # 2. Sources.
     price_of_giver = _prices(problem, surplus)
     parts_of_task = _sources(problem, tasks, flows, price_of_giver, held_rows)
@@ -244,12 +247,21 @@ def _held_rows(problem: Problem, tasks: Table, surplus: FloatArray) -> dict[int,
     return held_rows
 
 
-def _partners(held_rows: dict[int, dict[int, int]]) -> dict[int, set[int]]:
-    """Return for each worker the workers that have tasks of the same documents, itself included."""
+def _partners(
+    held_rows: dict[int, dict[int, int]], group_of_worker: list[int]
+) -> dict[int, set[int]]:
+    """Return for each worker the workers of its group that have tasks of the same documents.
+
+    The worker itself is among them.
+    """
     partners: dict[int, set[int]] = {}
     for row_of_worker in held_rows.values():
+        workers_of_group: dict[int, list[int]] = {}
         for worker in row_of_worker:
-            partners.setdefault(worker, set()).update(row_of_worker)
+            workers_of_group.setdefault(group_of_worker[worker], []).append(worker)
+        for workers in workers_of_group.values():
+            for worker in workers:
+                partners.setdefault(worker, set()).update(workers)
     return partners
 
 
@@ -386,7 +398,7 @@ class _CutTask:
         return np.asarray(costs + (forbidden + gathered))
 
 
-def plan_flows(surplus: list[float], partners: dict[int, set[int]]) -> Flows:
+def plan_flows(surplus: Mapping[int, float], partners: Mapping[int, set[int]]) -> Flows:
     """Plan flows from workers with a surplus to workers with room.
 
     Flows end when no surplus is left or no room is. The giver with the largest surplus goes first,
@@ -396,15 +408,15 @@ def plan_flows(surplus: list[float], partners: dict[int, set[int]]) -> Flows:
     already take from a partner, since they mostly receive K/V rows of the same document.
 
     Args:
-        surplus: [workers] pairs above the aim; negative where a worker has room.
-        partners: for workers, the workers with tasks of the same documents.
+        surplus: pairs of each worker above the aim; negative where a worker has room.
+        partners: for workers, those of these workers that have tasks of the same documents.
     """
     # 1. Who has room, sorted by it; who gives; and what each partner still has to give.
     rooms = sorted(
-        (-pairs_above, worker) for worker, pairs_above in enumerate(surplus) if pairs_above < 0
+        (-pairs_above, worker) for worker, pairs_above in surplus.items() if pairs_above < 0
     )
     room_of_worker = {worker: room for room, worker in rooms}
-    givers = [worker for worker, pairs_above in enumerate(surplus) if pairs_above > 0]
+    givers = [worker for worker, pairs_above in surplus.items() if pairs_above > 0]
     partners = {giver: partners[giver] - {giver} for giver in givers if giver in partners}
     waiting_surplus = {giver: surplus[giver] for giver in givers}
     flows: Flows = {}
@@ -447,7 +459,7 @@ def plan_flows(surplus: list[float], partners: dict[int, set[int]]) -> Flows:
 
 
 def _largest_givers_first(
-    givers: list[int], surplus: list[float], partners: dict[int, set[int]]
+    givers: list[int], surplus: Mapping[int, float], partners: Mapping[int, set[int]]
 ) -> list[int]:
     """Return givers in the order in which they choose takers, the largest surplus first.
 

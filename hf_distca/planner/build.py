@@ -102,9 +102,7 @@ def _divided(
     return layouts
 
 
-def lay_out_placed(
-    rank_lengths: Sequence[Sequence[int]], settings: PlanSettings
-) -> list[LaidOut]:
+def lay_out_placed(rank_lengths: Sequence[Sequence[int]], settings: PlanSettings) -> list[LaidOut]:
     """Lay out documents that stay where they lie, nano-batch after nano-batch.
 
     Args:

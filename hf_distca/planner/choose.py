@@ -70,6 +70,9 @@ from hf_distca.predict.walk import Walked, in_stages, predict_step
 
 GOOD_ENOUGH = 0.004
 """A plan that saves less than this share of a step is not looked for."""
+TOO_UNEVEN = 2.0
+"""Seconds of the ranks with the costliest document, over those of ranks that finish together, from
+which on documents are not placed so. Over links of 1 GB/s, plans of up to 1.6 were the fastest."""
 FEW_WAITS = 0.02
 """Share of a step up to which waits are few. A coarser tolerance, which saves waits alone, is not
 tried then."""
@@ -79,6 +82,10 @@ nodes. Up to it, division over few ranks was faster by less than a hundredth."""
 HIDDEN = 0.1
 """Share of a step up to which two nano-batches hide exchanges between nodes. Up to it, one
 nano-batch over few ranks was never faster."""
+MANY_RANKS = 128
+"""Ranks beyond which planning takes long: smaller groups and one nano-batch are then preferred."""
+EVEN_ENOUGH = 0.02
+"""Share by which a placing of many ranks may be less even than the most even one."""
 HARDLY_WAITS = 0.002
 """Share of a step up to which its waits are not worth further stages."""
 MOST_MOVES = 4096
@@ -90,6 +97,8 @@ OTHER_STAGES: Mapping[int, Sequence[int]] = {1: (2, 8), 2: (2,)}
 the usual number. Two nano-batches hide exchanges already, so many stages cost more than they
 hide."""
 
+CountsOfKinds = Mapping[AttentionKind, CountedPlan]
+"""Counts of the plans of a nano-batch."""
 Division = Literal["over all", "over few", "as set"]
 """How long documents of a group are divided: over all of its ranks, or over few, see
 `hf_distca.planner.division`; or with the layout that the settings name."""
@@ -145,11 +154,6 @@ class PlannedCandidate:
             for nano_batch in self.nano_batches
             for plan in nano_batch.plans.values()
         )
-
-    @property
-    def waits(self) -> float:
-        """Seconds of the step besides those that the slowest rank computes, as a share of them."""
-        return self.seconds / self.step.computed - 1
 
 
 def choose(
@@ -281,8 +285,10 @@ class _Search:
         # Seconds that every rank computes if all ranks finish together.
         self._even_share = float(self._seconds.sum() / self._speeds.sum())
         self._layouts: dict[tuple[int, Division, int], list[LaidOut] | None] = {}
-        self._most_even: Placing | None = None  # of the placings that are tried
-        self._over_few: set[int] = set()  # placings that are tried over few ranks, by their id
+        self._has_many_ranks = settings.ranks > MANY_RANKS
+        self._smallest_even: Placing | None = None
+        # What tells candidates that followed from others.
+        self._followed: set[tuple[int, Division, int, float]] = set()
 
     # 1. Placings of documents in groups of ranks.
 
@@ -309,8 +315,12 @@ class _Search:
 
     def _placed_in(self, sizes_of_groups: Iterable[tuple[int, ...]]) -> Iterator[Placing]:
         """Yield the placings of documents in groups of several ranks in which they fit."""
+        costliest = float(self._seconds.max() / self._speeds.max())
         for sizes in sizes_of_groups:
-            placing = self._placed(sizes) if max(sizes) > 1 else None
+            # Alone, the costliest document keeps the ranks of the largest group busy for so long.
+            if max(sizes) == 1 or costliest > TOO_UNEVEN * self._even_share * max(sizes):
+                continue
+            placing = self._placed(sizes)
             if placing is not None:
                 yield placing
 
@@ -394,7 +404,11 @@ class _Search:
         finest = self._settings.tolerances[0]
         fewest = min(self._settings.nano_batches)
         placings = self._even_placings()
-        self._most_even = min(placings, key=self._bound, default=None)
+        # Among many ranks, the smallest groups that are about as even as the most even ones.
+        enough = min(map(self._bound, placings), default=0.0)
+        enough *= 1 + EVEN_ENOUGH * self._has_many_ranks
+        even = [placing for placing in placings if self._bound(placing) <= enough]
+        self._smallest_even = min(even, key=lambda placing: max(placing.sizes), default=None)
         listed = []
         for placing in placings:
             bound = self._bound(placing)
@@ -465,14 +479,16 @@ class _Search:
         placing = candidate.placing
         if candidate.division != "over all" or not self._spans_nodes(placing):
             return []
-        # With too many moves a plan takes long, so only the most even placing is tried.
-        is_tried = placing is self._most_even or not self._has_too_many_moves(placing)
+        # With too many moves a plan takes long, so only one placing is tried.
+        has_too_many_moves = self._has_too_many_moves(placing)
+        is_tried = placing is self._smallest_even or not has_too_many_moves
         is_near = max(self._node_sizes) > 1 and seconds <= bound * (1 + NEAR_BOUND)
-        if is_near or not is_tried or id(placing) in self._over_few:
+        if is_near or not is_tried:
             return []
-        self._over_few.add(id(placing))
-        nano_batches = max(self._settings.nano_batches)
-        return [replace(candidate, division="over few", nano_batches=nano_batches)]
+        # One nano-batch is planned faster, and hides exchanges in stages.
+        first = min if has_too_many_moves and self._has_many_ranks else max
+        nano_batches = first(self._settings.nano_batches)
+        return self._new(replace(candidate, division="over few", nano_batches=nano_batches))
 
     def waiting_less(self, planned: PlannedCandidate) -> list[Candidate]:
         """List the candidates that may wait less than a plan.
@@ -481,21 +497,31 @@ class _Search:
         Over few ranks of a node one nano-batch makes fewer kernel calls, and two hide exchanges.
         """
         candidate = planned.candidate
-        coarsest = self._settings.tolerances[-1]
+        self._new(candidate)
+        finest, coarsest = self._settings.tolerances[0], self._settings.tolerances[-1]
         fewest, most = min(self._settings.nano_batches), max(self._settings.nano_batches)
         spans_nodes = self._spans_nodes(candidate.placing)
         tolerance, nano_batches = candidate.tolerance, candidate.nano_batches
         if candidate.division == "over all" and spans_nodes:
-            if planned.waits > FEW_WAITS and planned.is_balanced_by_moves:
+            if planned.step.waits > FEW_WAITS and planned.is_balanced_by_moves:
                 tolerance = coarsest
         elif candidate.division == "over few":
             if not spans_nodes:
                 nano_batches = most
-            elif planned.waits > HIDDEN:
-                tolerance, nano_batches = coarsest, fewest
-        similar = replace(candidate, tolerance=tolerance, nano_batches=nano_batches)
-        options = candidate.tolerance, candidate.nano_batches
-        return [similar] if (tolerance, nano_batches) != options else []
+            elif planned.step.waits > HIDDEN:
+                if nano_batches < most and tolerance == finest:
+                    nano_batches = most
+                else:
+                    tolerance, nano_batches = coarsest, fewest
+        return self._new(replace(candidate, tolerance=tolerance, nano_batches=nano_batches))
+
+    def _new(self, candidate: Candidate) -> list[Candidate]:
+        """List a candidate that follows from others, unless it was listed before."""
+        key = *_layout_key(candidate), candidate.tolerance
+        if key in self._followed:
+            return []
+        self._followed.add(key)
+        return [candidate]
 
     def _spans_nodes(self, placing: Placing) -> bool:
         """Return whether a group has ranks of several nodes."""
@@ -505,9 +531,7 @@ class _Search:
         """Return [groups] how far above its group's mean a rank of a candidate may be."""
         if candidate.division == "as set":
             return np.array([candidate.tolerance])
-        return slack_of_groups(
-            self._lengths, candidate.placing, candidate.tolerance, self._costs
-        )
+        return slack_of_groups(self._lengths, candidate.placing, candidate.tolerance, self._costs)
 
     def _predicted(
         self, nano_batches: Sequence[NanoBatch]
@@ -516,6 +540,10 @@ class _Search:
         settings = self._settings
         counts = count_nano_batches(nano_batches, settings.bytes_per_value, settings.node_of_ranks)
         step, stages = self._fastest_stages(nano_batches, counts, (None, 1))
+        if len(nano_batches) == 1 and step.waits > HIDDEN:
+            more, many = self._fastest_stages(nano_batches, counts, OTHER_STAGES[1][-1:])
+            if more.seconds < step.seconds:
+                return counts, many, more
         return counts, stages, step
 
     def _laid_out(self, candidate: Candidate) -> list[LaidOut] | None:
@@ -585,7 +613,7 @@ class _Search:
     def _fastest_stages(
         self,
         nano_batches: Sequence[NanoBatch],
-        counts: Sequence[Mapping[AttentionKind, CountedPlan]],
+        counts: Sequence[CountsOfKinds],
         options: Iterable[int | None],
     ) -> tuple[Walked, int | None]:
         """Return the fastest of some numbers of stages, with its predicted step.
@@ -595,34 +623,41 @@ class _Search:
         Args:
             options: approximate numbers of stages; None for the usual number.
         """
+        # Small exchanges take fewer stages than asked for: equal numbers are predicted once.
+        counts_of_stages: dict[tuple[int, ...], tuple[list[CountsOfKinds], int | None]] = {}
+        for option in options:
+            staged = [
+                self._staged(counts_of_kinds, option, len(counts)) for counts_of_kinds in counts
+            ]
+            stages = tuple(of_kind.stages for of_kinds in staged for of_kind in of_kinds.values())
+            counts_of_stages.setdefault(stages, (staged, option))
         layouts = [nano.layout for nano in nano_batches]
-        usual = usual_stages(len(nano_batches))
-        steps: dict[tuple[int, ...], tuple[Walked, int | None]] = {}
-        for option in sorted(options, key=lambda option: option or usual):
-            staged = []
-            for counts_of_kinds in counts:
-                staged_of_kinds = {
-                    kind: in_stages(
-                        plan_counts,
-                        self._settings.buffer_rows(kind),
-                        stages=option or usual,
-                        together=option is not None,
-                    )
-                    for kind, plan_counts in counts_of_kinds.items()
-                }
-                staged.append(staged_of_kinds)
-            # Small exchanges take fewer stages than asked for: equal steps are predicted once.
-            stages = tuple(
-                plan_counts.stages
-                for counts_of_kinds in staged
-                for plan_counts in counts_of_kinds.values()
+        steps = []
+        for stages in sorted(counts_of_stages):
+            staged, option = counts_of_stages[stages]
+            step = predict_step(staged, layouts, self._costs, self._settings.node_of_ranks)
+            steps.append((step, option))
+            if step.waits <= HARDLY_WAITS:
+                break
+        return min(steps, key=lambda step_and_option: step_and_option[0].seconds)
+
+    def _staged(
+        self, counts: CountsOfKinds, option: int | None, nano_batches: int
+    ) -> dict[AttentionKind, CountedPlan]:
+        """Return the counts of the plans of a nano-batch in an approximate number of stages.
+
+        Args:
+            option: as in `_fastest_stages`.
+        """
+        return {
+            kind: in_stages(
+                plan_counts,
+                self._settings.buffer_rows(kind),
+                stages=option or usual_stages(nano_batches),
+                together=option is not None,
             )
-            if stages not in steps:
-                step = predict_step(staged, layouts, self._costs, self._settings.node_of_ranks)
-                steps[stages] = step, option
-                if step.seconds <= step.computed * (1 + HARDLY_WAITS):
-                    break
-        return min(steps.values(), key=lambda step_and_stages: step_and_stages[0].seconds)
+            for kind, plan_counts in counts.items()
+        }
 
     # 4. The plan that is taken.
 

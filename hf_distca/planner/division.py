@@ -81,8 +81,9 @@ class Division:
         Args:
             room: [ranks] rows that each rank takes, together enough for all documents.
         """
+        left: list[int] = room.tolist()
         if not len(documents):
-            return room.tolist()
+            return left
         lengths, work = self._lengths[documents], self._work[documents]
         has_nodes = len(node_sizes) > 1 and max(node_sizes) > 1
         units = _Units(room, node_sizes if has_nodes else (1,) * len(room))
@@ -134,8 +135,8 @@ class Division:
         The rank with the most room has the end of a document: only the few rows before travel.
 
         Args:
-            left: [ranks] rows that each rank still takes, together enough for the documents; lowered
-                by what is placed.
+            left: [ranks] rows that each rank still takes, together enough for the documents. Placed
+                rows are taken off.
         """
         for document in documents.tolist():
             stop = int(self._lengths[document])

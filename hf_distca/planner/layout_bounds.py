@@ -48,7 +48,7 @@ class LayoutWork:
             sizes: [groups] ranks of each group; nothing moves between groups.
             slack: [groups] how far above its group's mean a rank may be, as a fraction of the mean.
         """
-        firsts = np.cumsum(sizes) - sizes
+        firsts: IntArray = np.cumsum(sizes) - np.array(sizes)
         speeds: FloatArray = 1 / np.array(costs.slowness or (1.0,) * len(self.other))
         speed_of_group = np.add.reduceat(speeds, firsts)
         even = np.add.reduceat(sum(self.attention) + self.other, firsts) / speed_of_group
@@ -73,7 +73,8 @@ def work_of(
         nodes: [ranks] node of each rank.
     """
     attention = []
-    other = costs.calls(0) * len(layouts) + costs.token * sum(layout.tokens for layout in layouts)
+    tokens = np.sum([layout.tokens for layout in layouts], axis=0)
+    other: FloatArray = costs.calls(0) * len(layouts) + costs.token * tokens
     exposed = exchanged = 0.0
     for layout in layouts:
         seconds = np.zeros(layout.ranks)
@@ -100,22 +101,21 @@ def _tasks_as_laid_out(layout: Layout, kind: AttentionKind) -> Tasks:
     tasks = local_tasks(layout.segments)
     rows = row_counts(tasks)
     # Rows of a cut document are computed in a second call, on the keys of earlier segments.
-    is_cut = tasks["start"] > 0
+    is_cut = (tasks["start"] > 0).astype(np.int64)
     if kind.window is not None or layout.branches is not None:
-        is_cut = np.zeros(len(tasks), bool)
+        is_cut = np.zeros_like(rows)
     keys = tasks["stop"]
     if kind.window is not None:
         keys = np.minimum(keys, rows + kind.window - 1)
 
     def total(amount: IntArray) -> FloatArray:
-        return np.bincount(tasks["worker"], amount, layout.ranks)
+        return np.bincount(tasks["worker"], amount, layout.ranks).astype(np.float64)
 
-    has_tasks = total(np.ones_like(rows)) > 0
     return Tasks(
         rows=total(rows * (1 + is_cut)),
         keys=total(keys),
         pairs=total(pairs(tasks["start"], tasks["stop"], kind.window)),
-        calls=has_tasks + (total(is_cut) > 0).astype(np.float64),
+        calls=np.add(total(rows) > 0, total(is_cut) > 0, dtype=np.float64),
         diagonal=total(rows * np.minimum(rows, DIAGONAL_ROWS)),
         tasks=total(1 + is_cut),
     )

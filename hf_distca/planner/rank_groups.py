@@ -316,7 +316,7 @@ def slack_of_groups(
     spare = placing.slowest * (1 + tolerance) - placing.seconds
     slack = np.full(len(placing.sizes), MOST_SLACK)
     np.divide(spare, attention, out=slack, where=attention > 0)
-    return np.minimum(np.maximum(slack, tolerance), MOST_SLACK)
+    return np.asarray(slack.clip(tolerance, MOST_SLACK))
 
 
 def _balanced_in_groups(

@@ -52,6 +52,11 @@ class Walked:
         """Seconds that the slowest rank computes."""
         return float((self.attention + self.other).max())
 
+    @property
+    def waits(self) -> float:
+        """Seconds besides those that the slowest rank computes, as a share of these."""
+        return self.seconds / self.computed - 1
+
 
 Key = tuple[int, str]
 """A transfer by its nano-batch and name."""

@@ -20,6 +20,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import transformers
 from accelerate import Accelerator
@@ -520,6 +521,31 @@ def test_encoders_in_sentences_are_those_of_the_results():
 
 KINDS_OF_TARGETS = ("answers, ", "turns, ", "all tokens, ")
 """Kinds of targets that are counted."""
+
+
+def test_tasks_in_sentences_are_those_of_the_results():
+    rows = result("tasks")["rows"]
+    longest = max((row for row in rows if row["task"] == "needle"), key=lambda row: row["length"])
+    assert longest["length"] > result("tasks")["tokens_per_rank"]
+    found = f"{longest['stock']:.2f} after stock training, {longest['planned']:.2f} after planned"
+    assert found in README_TEXT
+    apart = [
+        row for row in rows if abs(row["difference"]) > 2 * row["standard error of the difference"]
+    ]
+    assert [row["difference"] > 0 for row in apart] == [True, False, False]
+    for row in apart:
+        assert abs(row["difference"]) < max(map(np.ptp, row["seeds"].values()))
+    page = words_of("docs/evidence/training.md")
+    assert f"In three of the {len(rows)} rows the difference is more than two" in page
+    assert "once for planned and twice for stock" in page
+
+
+def test_rewards_of_both_ways_in_sentences_are_those_of_the_results():
+    assert "In these trainings they never do" in words_of("docs/evidence/training.md")
+    for name in ("dpo", "grpo"):
+        found = result(f"{name}_curves")[name]
+        assert set(found["steps_alike"]) == {found["steps"]}
+        assert min(found["last"]["planned"]) > 2 * max(found["first"]["planned"])
 
 
 def test_targets_in_sentences_are_those_of_the_results():

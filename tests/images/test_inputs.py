@@ -11,14 +11,20 @@ from hf_distca.batches.images import Field, Modality
 from hf_distca.checks.launch_rules import TRAINER
 from hf_distca.checks.refusal import errors_of
 from hf_distca.checks.step_rules import PlannedStep
+from hf_distca.collator.collation import RankDocuments
+from hf_distca.collator.images import DocumentImages
 from hf_distca.config import DistCAConfig
 from hf_distca.dispatch.features import BoundImages
 from hf_distca.memory.fitting import log_memory
 from hf_distca.models.describe import describe_run
 from hf_distca.models.images import image_model, why_no_images
 from hf_distca.plan import FEATURES, PlannedImages
+from hf_distca.planner.images import IMAGE, PLACEHOLDERS
+from hf_distca.planner.prefixes import SequencePaths
+from hf_distca.planner.sequences import plan_sequences
 from tests.images.families import tiny_model
 from tests.models_and_batches import small_model
+from tests.planner.test_pods import settings_of
 from tests.refused import refused
 
 TOKEN = 9
@@ -153,6 +159,48 @@ def test_other_rows_than_planned_are_an_error():
     assert bound.to_placeholders(torch.eye(3)).tolist() == torch.eye(3).tolist()
     with refused(PlannedStep.OTHER_FEATURES, rows=4, placeholders=3):
         bound.to_placeholders(torch.ones(4, 3))
+
+
+def images_of(*documents: int) -> DocumentImages:
+    """Images of these documents; the one with number n has n + 1 placeholders from row n on."""
+    images = np.zeros(len(documents), IMAGE)
+    images["document"] = documents
+    images["rows"] = 1 + np.arange(len(documents))
+    placeholders = np.zeros(len(documents), PLACEHOLDERS)
+    placeholders["image"] = placeholders["start"] = np.arange(len(documents))
+    placeholders["stop"] = placeholders["start"] + images["rows"]
+    model: Any = SimpleNamespace(modalities=[SimpleNamespace(name="image")])
+    return DocumentImages(model, images, placeholders)
+
+
+def test_images_of_chosen_documents_have_the_places_of_their_documents():
+    of_dataset = images_of(0, 0, 2, 3)
+    drawn = of_dataset.of_documents(np.array([3, 1, 0]))
+    assert drawn.images[["document", "rows"]].tolist() == [(0, 4), (2, 1), (2, 2)]
+    assert drawn.placeholders[["image", "start"]].tolist() == [(0, 3), (1, 0), (2, 1)]
+    of_pod = of_dataset.of_documents(np.array([3, 1, 0]), np.array([1, 2]))
+    assert of_pod.images[["document", "rows"]].tolist() == [(2, 1), (2, 2)]
+    assert of_pod.placeholders[["image", "start"]].tolist() == [(0, 0), (1, 1)]
+
+
+def test_a_pod_plans_the_images_of_its_documents():
+    """One of four documents has images. All ranks run the encoder."""
+    lengths = np.array([12, 12, 12, 12])
+    of_plans = settings_of(4, 16, 2)
+    planned = []
+    for rank in range(4):
+        reader = RankDocuments([], lengths, of_plans, rank, images=images_of(2, 2))
+        sequences = plan_sequences(SequencePaths.unshared(lengths), lengths, of_plans, rank=rank)
+        sequences, images = reader._with_images(reader.images, sequences, np.arange(4))
+        (plan,) = sequences.plans
+        planned.append((plan.ranks, plan.images["image"], images.encoded_by(plan.images, rank)))
+    assert [ranks for ranks, *_ in planned] == [range(2)] * 2 + [range(2, 4)] * 2
+    with_images = [len(images.encoders) for _, images, _ in planned]
+    assert with_images in ([2, 2, 0, 0], [0, 0, 2, 2])
+    for ranks, images, _ in planned:
+        assert np.isin(images.encoders, ranks).all()
+        assert np.isin(images.features["rank"], ranks).all()
+    assert {document for *_, encoded in planned for document in encoded.tolist()} == {2}
 
 
 def test_a_model_of_text_has_no_images():

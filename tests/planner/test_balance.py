@@ -312,7 +312,7 @@ def test_plans_compute_every_row_once_within_tolerance(problem, window, toleranc
     ],
 )
 def test_flows(surplus, partners, flows):
-    assert plan_flows(surplus, partners) == flows
+    assert plan_flows(dict(enumerate(surplus)), partners) == flows
 
 
 @pytest.mark.parametrize(

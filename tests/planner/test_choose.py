@@ -534,9 +534,50 @@ def test_what_may_wait_less_than_a_plan(
     planned = PlannedCandidate(candidate, (), [], None, walked(seconds, 0.4, 0.6))
     found = [(each.tolerance, each.nano_batches) for each in search.waiting_less(planned)]
     assert found == ([] if expected is None else [expected])
-    monkeypatch.setattr(PlannedCandidate, "is_balanced_by_moves", False)
-    if division == "over all":  # a coarser tolerance moves nothing less
-        assert search.waiting_less(planned) == []
+    assert search.waiting_less(planned) == []  # they are listed once
+    if division == "over all":  # where nothing moves, a coarser tolerance moves nothing less
+        monkeypatch.setattr(PlannedCandidate, "is_balanced_by_moves", False)
+        again = replace(planned, candidate=replace(candidate, placing=replace(placing)))
+        assert search.waiting_less(again) == []
+
+
+def test_one_nano_batch_is_tried_first_among_many_ranks(search, monkeypatch):
+    monkeypatch.setattr(PlannedCandidate, "is_balanced_by_moves", True)
+    monkeypatch.setattr(choose, "MOST_MOVES", 0)
+    over_all = Candidate(ACROSS, 1.0, "over all", 0.01, 1)
+    assert search.over_few(over_all, 1.0, np.inf) == []  # one placing is tried
+    search._smallest_even = ACROSS
+    search._has_many_ranks = True
+    (few,) = search.over_few(over_all, 1.0, np.inf)
+    assert (few.division, few.nano_batches) == ("over few", 1)
+    found = []
+    while few is not None:
+        found.append((few.tolerance, few.nano_batches))
+        planned = PlannedCandidate(few, (), [], None, walked(1.2, 0.4, 0.6))
+        few = next(iter(search.waiting_less(planned)), None)
+    assert found == [(0.01, 1), (0.01, 2), (0.1, 1)]
+
+
+def test_among_many_ranks_smaller_groups_may_be_less_even(search, monkeypatch):
+    """Two groups have 1.7 % more and less work than the mean."""
+    monkeypatch.setattr(choose, "MOST_MOVES", 0)
+    lengths = np.array([91, 89, 50, 50])
+    for many, expected in ((False, 8), (True, 4)):
+        search = _Search(lengths, search._settings, partial(list))
+        search._has_many_ranks = many
+        search.in_groups()
+        assert max(search._smallest_even.sizes) == expected
+
+
+@pytest.mark.parametrize(("too_uneven", "smallest"), [(2.0, 8), (9.0, 4)])
+def test_groups_that_a_document_makes_too_uneven_are_left_out(monkeypatch, too_uneven, smallest):
+    """A document with nearly all pairs keeps groups of four busy four times as long as 16 ranks."""
+    monkeypatch.setattr(choose, "TOO_UNEVEN", too_uneven)
+    settings = PlanSettings(16, 64, (KIND,), ranks_per_node=4, costs=costs(FREE, SLOW))
+    search = _Search(np.array([240, *[8] * 30]), settings, partial(list))
+    sizes = [placing.sizes for placing in search._placings()]
+    assert min(map(max, sizes)) == smallest
+    assert (16,) in sizes
 
 
 def test_documents_are_tried_over_few_ranks_of_nodes_where_all_of_them_wait(search):

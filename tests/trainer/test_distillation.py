@@ -65,9 +65,9 @@ def plans_of_models(folder: str) -> list[tuple[bool, int]]:
     made: list[tuple[bool, int]] = []
     planned = padded_rows.PaddedBatches._planned
 
-    def noted(self: Any, sequences: Any) -> Any:
+    def noted(self: Any, *given: Any) -> Any:
         made.append((torch.is_grad_enabled(), self.dispatcher.run.model.depth))
-        return planned(self, sequences)
+        return planned(self, *given)
 
     with patch.object(padded_rows.PaddedBatches, "_planned", noted):
         train(folder, CASES["JSD"], planned=True)

@@ -863,6 +863,19 @@ def gpu_loss_chunks() -> Rows:
         )
 
 
+@table_of("convergence")
+def convergence() -> Rows:
+    found = result("convergence")
+    ends = (f"{way}, last 100 steps" for way in found["last_losses"])
+    yield "seed", *ends, "mean difference of the curves"
+    losses_of_ways = zip(*found["last_losses"].values(), strict=True)
+    differences = found["difference_of_ways"]
+    for seed, (losses, difference) in enumerate(zip(losses_of_ways, differences, strict=True)):
+        yield str(seed), *(f"{loss:.3f}" for loss in losses), f"{difference:.4f}"
+    of_seeds = found["difference_of_seeds"]
+    yield "two seeds, one way", "", "", f"{min(of_seeds):.4f} to {max(of_seeds):.4f}"
+
+
 @table_of("tasks")
 def tasks() -> Rows:
     yield (

@@ -523,6 +523,13 @@ KINDS_OF_TARGETS = ("answers, ", "turns, ", "all tokens, ")
 """Kinds of targets that are counted."""
 
 
+def test_curves_of_losses_in_sentences_are_those_of_the_results():
+    found = result("convergence")
+    ways, seeds = (float(np.mean(found[f"difference_of_{of}"])) for of in ("ways", "seeds"))
+    assert found["steps"] == 1000
+    assert f"losses differ by {ways:.3f} between ways, {seeds:.3f} between seeds" in README_TEXT
+
+
 def test_tasks_in_sentences_are_those_of_the_results():
     rows = result("tasks")["rows"]
     longest = max((row for row in rows if row["task"] == "needle"), key=lambda row: row["length"])

@@ -308,7 +308,7 @@ def _preferences_in_pods(folder: str) -> tuple[list[range], list[dict[str, Any]]
 
 
 def test_padded_batches_are_trained_in_pods(rank_pools, tmp_path):
-    results = rank_pools[4].run(_preferences_in_pods, str(tmp_path))
+    results = rank_pools[4].run(_preferences_in_pods, str(tmp_path), keeps_groups=True)
     ranks = [set(planned_ranks) for planned_ranks, _ in results]
     assert ranks == [{range(2)}] * 2 + [{range(2, 4)}] * 2
     # All pods run equally many micro-batches, and some batches need several.

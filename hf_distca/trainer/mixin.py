@@ -225,8 +225,9 @@ class DistCAMixin(PlannedTraining):
 
     def _get_num_items_in_batch(self, *args: Any, **kwargs: Any) -> Tensor | None:
         targets: Any = super()._get_num_items_in_batch(*args, **kwargs)
+        # An integer: FSDP2 casts floats that a model is given to bfloat16, which has no 2,044.
         # Documents of one token have no target: their loss is 0, not 0/0.
-        return None if targets is None else targets.clamp(min=1)
+        return None if targets is None else targets.long().clamp(min=1)
 
     def _track_num_input_tokens(self, inputs: dict[str, Any]) -> None:
         """Count the tokens of a micro-batch's documents on all ranks.

@@ -226,6 +226,22 @@ def test_a_step_without_targets_of_data_that_have_some(
     assert [record.message for record in caplog.records].count(NO_TARGETS) == 1
 
 
+def test_a_model_is_given_the_number_of_targets_as_an_integer(tmp_path):
+    """FSDP2 casts floats to bfloat16, which has eight bits for a number."""
+    trainer = make_trainer(str(tmp_path), max_steps=1)
+    forward = trainer.model.forward
+    given = []
+
+    def noted(*args: Any, num_items_in_batch: Tensor, **kwargs: Any) -> Any:
+        given.append(num_items_in_batch)
+        return forward(*args, num_items_in_batch=num_items_in_batch, **kwargs)
+
+    trainer.model.forward = noted
+    trainer.train()
+    assert [targets.dtype for targets in given] == [torch.int64] * len(given)
+    assert given
+
+
 def test_trainings_that_change_no_weight(tmp_path, caplog):
     frozen = small_model()
     frozen.requires_grad_(False)

@@ -222,9 +222,13 @@ def test_the_plan_is_the_trainers(command, planned, planned_model, tmp_path, lay
     )
     dataset = datasets.Dataset.from_dict({"input_ids": [[1] * length for length in corpus]})
     trainer = hf_distca.DistCATrainer(model=model, args=arguments, train_dataset=dataset)
-    config = hf_distca.DistCAConfig(**settings)
     of_one, of_four = (
-        hf_distca.describe_run(model, config, ranks=ranks, device=torch.device("cpu"))
+        hf_distca.describe_run(
+            model,
+            hf_distca.DistCAConfig(**settings, ranks_per_node=ranks),
+            ranks=ranks,
+            device=torch.device("cpu"),
+        )
         for ranks in (1, 4)
     )
     assert of_one.plans == trainer.dispatcher.settings

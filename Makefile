@@ -90,7 +90,7 @@ $(DOCS_SETUP): pyproject.toml constraints.txt
 	touch $@
 
 # Every causal language model of transformers, where `make test` tries one for each mechanism, and simulations that
-# pages show; some six minutes. `python -m tests.survey.page` writes the page of models anew.
+# pages show; some nine minutes. `python -m tests.survey.page` writes the page of models anew.
 survey: $(SETUP)
 	$(BIN)/python -m pytest -m survey --numprocesses 2 --dist loadfile tests/survey tests/docs
 

@@ -51,7 +51,7 @@ class OneRank:
 
 
 def settings_of(ranks: int, *, pods: bool) -> PlanSettings:
-    """Settings as training has them, or those of one plan of all ranks."""
+    """Return settings of plans, with the pods of a training or with one pod of all ranks."""
     settings = simulated_run(LLAMA_8B, ranks, TOKENS, NODE).plans
     return settings if pods else replace(settings, pod_ranks=ranks)
 

@@ -9,8 +9,8 @@ All documents of a step are packed into one row. transformers' Trainer trains a 
 of ringmaster. They give every rank its part of rank 0's row, and the number of targets of all
 ranks. DDP averages the gradients. hf_distca and DeepSpeed's Ulysses train as in peers.py.
 
-ringmaster's Ulysses calls FlashAttention for packed documents. The CPU kernel of hf_distca stands
-in for it, as in all strategies of peers.py. On CPUs the rings have a path of their own: it computes
+ringmaster's Ulysses calls FlashAttention for packed documents. Here it calls the CPU kernel of
+hf_distca, as all strategies of peers.py do. On CPUs the rings have a path of their own: it computes
 the scores between all documents, and masks them. So their time and memory say nothing about GPUs.
 `imbalance` of a ring counts the pairs of documents: those of the busiest rank over the mean.
 

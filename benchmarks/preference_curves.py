@@ -1,4 +1,4 @@
-"""Curves of preference and reinforcement training, by TRL's trainers and by those of hf_distca.
+"""Curves of preference and reinforcement training, by trainers of TRL and of hf_distca.
 
   dpo    margin of the rewards of pairs; a tenth of the pairs is swapped, so that it stays finite
   grpo   mean reward of completions: the share of their words that are wanted ones
@@ -29,7 +29,15 @@ import torch
 import trl
 from datasets import Dataset
 from harness import options_parser, print_json, print_rows, run_ranks
-from harness.both_ways import PLANNED, RANKS, STOCK, WAYS, Training, small_llama
+from harness.both_ways import (
+    EVERY_LOSS_LOGGED,
+    PLANNED,
+    RANKS,
+    STOCK,
+    WAYS,
+    Training,
+    small_llama,
+)
 from harness.curves import curves_picture, distances, smoothed
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, PrinterCallback
@@ -142,7 +150,7 @@ KINDS = {
 
 
 def trainer_of(name: str, way: str, steps: int, seed: int, folder: str) -> Any:
-    """Return TRL's trainer or that of hf_distca, with the model that lies in the folder."""
+    """Return the trainer of TRL or of hf_distca, with the model that lies in the folder."""
     kind = KINDS[name]
     arguments: dict[str, Any] = {
         **kind.arguments,
@@ -150,12 +158,7 @@ def trainer_of(name: str, way: str, steps: int, seed: int, folder: str) -> Any:
         "max_steps": steps,
         "lr_scheduler_type": "constant",
         "bf16": False,
-        "use_cpu": True,
-        "logging_steps": 1,
-        "save_strategy": "no",
-        "report_to": "none",
-        "disable_tqdm": True,
-        "dataloader_pin_memory": False,
+        **EVERY_LOSS_LOGGED,
         "seed": seed,
     }
     package, prefix, attention = trl, "", "sdpa"

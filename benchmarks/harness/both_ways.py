@@ -62,11 +62,20 @@ class Document(NamedTuple):
 
 Step = list[Document]
 NO_DOCUMENT = Document([0], [-100])
+EVERY_LOSS_LOGGED: dict[str, Any] = {
+    "use_cpu": True,
+    "logging_steps": 1,
+    "save_strategy": "no",
+    "report_to": "none",
+    "disable_tqdm": True,
+    "dataloader_pin_memory": False,
+}
+"""Arguments of trainings on the CPU of which the losses alone are kept."""
 
 
 @dataclass(frozen=True)
 class Training:
-    """What both ways have in common besides documents.
+    """Model and settings of a training, the same for both ways.
 
     Args:
         vocabulary: number of token ids.
@@ -153,12 +162,7 @@ def trainer_of(way: str, steps: list[Step], training: Training, folder: str) -> 
         "warmup_steps": len(steps) // 20,
         "max_grad_norm": CLIPPED_AT,
         "bf16": True,
-        "use_cpu": True,
-        "logging_steps": 1,
-        "save_strategy": "no",
-        "report_to": "none",
-        "disable_tqdm": True,
-        "dataloader_pin_memory": False,
+        **EVERY_LOSS_LOGGED,
         "ddp_find_unused_parameters": False,
         "train_sampling_strategy": "sequential",
         "seed": training.seed,

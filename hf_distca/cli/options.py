@@ -27,7 +27,7 @@ from hf_distca.progress import importing
 from hf_distca.run import RunSpec
 from hf_distca.units import AUTO, Switch, read_tokens
 
-MOST_RANKS = 4096
+MOST_RANKS = 16384
 """`hf-distca plan` takes 15 s of a core for 2048 ranks of 32768 tokens; time grows with ranks
 squared."""
 LEAST_STAGE = 128

@@ -12,7 +12,7 @@ from hf_distca.plan import ExchangeFigures, Plan
 from hf_distca.plan.arrays import IntArray, Table
 from hf_distca.plan.cost import RowBytes, pairs
 from hf_distca.plan.intervals import row_counts
-from hf_distca.plan.moves import rows_to_move
+from hf_distca.plan.moves import Forwards, rows_to_move
 from hf_distca.plan.nodes import NETWORK_BANDWIDTH, NODE_BANDWIDTH
 
 WITHIN = 0
@@ -50,10 +50,10 @@ class RowsMoved:
 
         Every K/V row that a worker's tasks read reaches the worker once.
         """
-        queries, *hops = rows_to_move(replace(plan, stage_rows=None))
+        queries, first_hop, forwards = rows_to_move(replace(plan, stage_rows=None))
         return cls(
             rows_between(plan.workers, queries).by_link(nodes),
-            rows_between(plan.workers, *hops).by_link(nodes),
+            rows_between(plan.workers, first_hop, forwards).by_link(nodes),
         )
 
     @property
@@ -120,12 +120,14 @@ class RowsBetween(NamedTuple):
         return (sent + received).astype(np.int64).reshape(2, 2, workers)
 
 
-def rows_between(workers: int, *tables: Table) -> RowsBetween:
-    """Count the rows of moves, in tables of dtype MOVE; rows that a worker keeps count, too."""
-    rows = np.zeros(workers**2)
-    for moves in tables:
-        pair_of_workers = moves["source"] * workers + moves["target"]
-        rows += np.bincount(pair_of_workers, row_counts(moves), workers**2)
+def rows_between(workers: int, moves: Table, forwards: Forwards | None = None) -> RowsBetween:
+    """Count the rows of moves, a table of dtype MOVE; rows that a worker keeps count, too."""
+    count = row_counts(moves)
+    rows = np.bincount(moves["source"] * workers + moves["target"], count, workers**2)
+    if forwards is not None:
+        gateway = moves["target"][forwards.move]
+        pair_of_workers = gateway * workers + forwards.reader
+        rows += np.bincount(pair_of_workers, count[forwards.move], workers**2)
     pair = np.flatnonzero(rows)
     return RowsBetween(*np.divmod(pair, workers), rows[pair].astype(np.int64))
 

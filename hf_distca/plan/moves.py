@@ -11,7 +11,7 @@ document d of D counts as document s · D + d in stage s.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -64,9 +64,10 @@ PARTS = 8
 stay together."""
 _UNLIMITED = 1 << 40
 """Size of a stage that holds everything."""
-_GOLDEN = (5**0.5 - 1) / 2
-"""The golden ratio's fraction: fractions of its multiples spread evenly between 0 and 1, however
-many there are."""
+_SPREAD = 1.2207440846057596 ** -np.arange(1.0, 4.0)
+"""Fractions of sums of their multiples spread evenly between 0 and 1, however many there are: the
+additive recurrence R3 of Roberts, "The Unreasonable Effectiveness of Quasirandom Sequences" (2018),
+with the root of x⁴ = x + 1."""
 _RANKS_AS_BITS = 62
 """Bits of a number that stand for ranks: an int64 has 63, and a node has fewer ranks."""
 
@@ -81,12 +82,35 @@ def held_pairs(queries: Table, window: int | None) -> IntArray:
     return np.where(held_keys > 0, all_pairs, 0)
 
 
-def rows_to_move(plan: Plan) -> tuple[Table, Table, Table]:
-    """Return the moves of a plan's queries, and of its K/V rows in two hops, all of dtype MOVE.
+@dataclass(frozen=True, eq=False)
+class Forwards:
+    """The second hop: which moves of the first hop gateways forward whole, and to which ranks.
 
-    Queries are sorted by (target, document, start), and those that stay on their rank are among
-    them. The first hop has each K/V row once per worker, or with a window once per worker and
-    stage. In the second hop gateways forward rows.
+    A long document over many ranks has millions of them, so they are no table of moves.
+    """
+
+    move: IntArray  # [forwards] index of the first hop's move, whose target is the gateway
+    reader: IntArray  # [forwards] rank that gets the rows
+
+    def of_rank(self, first_hop: Table, rank: int) -> Table:
+        """Return the moves from a rank and to a rank, a table of dtype MOVE.
+
+        Their `offset` is that of the first hop.
+        """
+        gateway = first_hop["target"][self.move]
+        chosen = np.flatnonzero((gateway == rank) | (self.reader == rank))
+        moves = first_hop.take(self.move[chosen])
+        moves["source"] = gateway[chosen]
+        moves["target"] = self.reader[chosen]
+        return moves
+
+
+def rows_to_move(plan: Plan) -> tuple[Table, Table, Forwards]:
+    """Return the moves of a plan's queries, and of its K/V rows in two hops.
+
+    Moves are tables of dtype MOVE. Queries are sorted by (target, document, start), and those that
+    stay on their rank are among them. The first hop has each K/V row once per worker, or with a
+    window once per worker and stage. In the second hop gateways forward rows.
     """
     # 1. Queries, and the K/V rows that they read. Windows may need rows of several stages.
     segments = by_document(plan.layout.segments)
@@ -101,29 +125,35 @@ def rows_to_move(plan: Plan) -> tuple[Table, Table, Table]:
     for moves in (queries, keys):
         moves["document"] += moves["stage"] * len(plan.layout.lengths)
     # 3. Two hops, and stages of full attention: a row has the same stage in both hops.
-    first_hop, second_hop, forwarded = forward_inside_nodes(
-        keys, plan.nodes or (0,) * plan.workers, ranks
-    )
+    first_hop, forwards = forward_inside_nodes(keys, plan.nodes or (0,) * plan.workers, ranks)
     if plan.window is None and plan.stage_rows is not None:
-        first_hop, second_hop = _in_stages(first_hop, second_hop, forwarded, plan.stage_rows, ranks)
-    return queries, first_hop, second_hop
+        first_hop, forwards = _in_stages(first_hop, forwards, plan.stage_rows, ranks)
+    return queries, first_hop, forwards
 
 
-def rows_by_stage(first_hop: Table, second_hop: Table, ranks: int) -> IntArray:
+def rows_by_stage(first_hop: Table, forwards: Forwards, ranks: int) -> IntArray:
     """Return [stages, 2, ranks] rows that each rank sends and receives, both hops together.
 
     Rows that a rank gathers for itself are counted on both sides; rows that remote workers receive
     are not counted.
     """
-    moves = joined(first_hop, second_hop)
-    moves = moves.compress(moves["target"] < ranks)
-    stages = int(moves["stage"].max(initial=0)) + 1
-    rows = row_counts(moves)
+    stages = int(first_hop["stage"].max(initial=0)) + 1
+    rows = row_counts(first_hop)
     # A rank in a stage is counted at stage · ranks + rank.
-    place = moves["stage"] * ranks
-    sent = np.bincount(place + moves["source"], rows, stages * ranks).reshape(stages, ranks)
-    received = np.bincount(place + moves["target"], rows, stages * ranks).reshape(stages, ranks)
-    return np.stack([sent, received], axis=1).astype(np.int64)
+    place = first_hop["stage"] * ranks
+    to_rank = np.flatnonzero(first_hop["target"] < ranks)
+    forwarded = np.bincount(forwards.move, minlength=len(first_hop)) * rows  # by the gateways
+    sent, received = np.zeros((2, stages * ranks))
+    for counts, places, rows_there in (
+        (sent, place + first_hop["source"], rows),
+        (sent, place + first_hop["target"], forwarded),
+        (received, place + first_hop["target"], rows),
+    ):
+        counts += np.bincount(places[to_rank], rows_there[to_rank], stages * ranks)
+    place_of_reader = place[forwards.move] + forwards.reader
+    received += np.bincount(place_of_reader, rows[forwards.move], stages * ranks)
+    by_stage = np.stack([sent.reshape(stages, ranks), received.reshape(stages, ranks)], axis=1)
+    return by_stage.astype(np.int64)
 
 
 def _moves_from_segments(rows: Table, segments: Table) -> tuple[Table, Table]:
@@ -214,22 +244,16 @@ def _in_stages_of_windows(
     return task, parts
 
 
-def forward_inside_nodes(
-    moves: Table, nodes: Sequence[int], ranks: int
-) -> tuple[Table, Table, IntArray]:
+def forward_inside_nodes(moves: Table, nodes: Sequence[int], ranks: int) -> tuple[Table, Forwards]:
     """Let rows that several ranks of another node receive cross to that node once.
 
     Remote workers get theirs directly.
-
-    Returns:
-        Moves of both hops, and for each of the second hop the index of the first hop's move that it
-        forwards whole.
     """
     node = np.asarray(nodes)
     crosses = (node[moves["source"]] != node[moves["target"]]) & (moves["target"] < ranks)
     crossing = moves.compress(crosses)
     if not len(crossing):
-        return moves, crossing, np.zeros(0, np.int64)
+        return moves, Forwards(np.zeros(0, np.int64), np.zeros(0, np.int64))
     parts, readers, move = _cut_by_readers(crossing, node)
     part, begin, end, turn = _divide_among_readers(parts, readers)
 
@@ -243,12 +267,8 @@ def forward_inside_nodes(
     share = np.repeat(np.arange(len(part)), readers[part])
     reader = crossing["target"][move[expand(first_reader, readers[part])]]
     forwards = reader != to_gateways["target"][share]
-    share = share[forwards]
-    second = to_gateways.take(share)
-    second["source"] = to_gateways["target"][share]
-    second["target"] = reader[forwards]
     direct = moves.compress(~crosses)
-    return joined(direct, to_gateways), second, len(direct) + share
+    return joined(direct, to_gateways), Forwards(len(direct) + share[forwards], reader[forwards])
 
 
 def _cut_by_readers(crossing: Table, node: IntArray) -> tuple[Table, IntArray, IntArray]:
@@ -305,29 +325,26 @@ def _divide_among_readers(
 
 
 def _in_stages(
-    first_hop: Table, second_hop: Table, forwarded: IntArray, stage_rows: int, ranks: int
-) -> tuple[Table, Table]:
+    first_hop: Table, forwards: Forwards, stage_rows: int, ranks: int
+) -> tuple[Table, Forwards]:
     """Divide the K/V rows of full attention into stages.
 
     The rows on one path, from one rank to another and on to the same others, are divided evenly
     over the stages; few rows over few stages. So every rank has about equally much to receive and
     to compute in each stage. A stage exceeds `stage_rows` by an eighth at most, or by a row of each
     path.
-
-    Args:
-        forwarded: index of the first hop's move that each move of the second hop forwards.
     """
-    stages = ceil_div(int(rows_by_stage(first_hop, second_hop, ranks).max(initial=0)), stage_rows)
+    stages = ceil_div(int(rows_by_stage(first_hop, forwards, ranks).max(initial=0)), stage_rows)
     if stages <= 1:
-        return first_hop, second_hop
-    paths = _Paths.build(first_hop, second_hop, forwarded, ranks)
+        return first_hop, forwards
+    paths = _Paths.build(first_hop, forwards, ranks)
     limit = stage_rows * (1 + 1 / PARTS)
     # Smaller parts spread rows more evenly, but make more moves: try large parts first.
     part_rows = min(max(stage_rows // PARTS, 1), LEAST_PART)
     while True:
-        first_hop, second_hop = paths.in_stages(stages, part_rows)
-        if part_rows == 1 or rows_by_stage(first_hop, second_hop, ranks).max() <= limit:
-            return first_hop, second_hop
+        first_hop, forwards = paths.in_stages(stages, part_rows)
+        if part_rows == 1 or rows_by_stage(first_hop, forwards, ranks).max() <= limit:
+            return first_hop, forwards
         part_rows //= 2
 
 
@@ -336,8 +353,7 @@ class _Paths:
     """Moves of K/V rows by path: from one rank to another, and on to the same others."""
 
     first_hop: Table  # [moves] of dtype MOVE, the first hop by (path, document, start)
-    second_hop: Table  # [forwarding moves] of dtype MOVE
-    forwarded: IntArray  # [forwarding moves] index in `first_hop` of the move that is forwarded
+    forwards: Forwards
     path: IntArray  # [moves] path of each move of the first hop
     place: IntArray  # [moves] rows of the same path before the move
     size: IntArray  # [paths] rows
@@ -345,9 +361,9 @@ class _Paths:
     turn: FloatArray  # [paths] fraction of a part by which a path is behind another one
 
     @staticmethod
-    def build(first_hop: Table, second_hop: Table, forwarded: IntArray, ranks: int) -> "_Paths":
+    def build(first_hop: Table, forwards: Forwards, ranks: int) -> "_Paths":
         """Sort the moves of the first hop by path."""
-        readers = _sets_of_readers(len(first_hop), forwarded, second_hop["target"])
+        readers = _sets_of_readers(len(first_hop), forwards)
         keys = (
             first_hop["start"],
             first_hop["document"],
@@ -358,7 +374,7 @@ class _Paths:
         order = np.lexsort(keys)
         first_hop = first_hop.take(order)
         readers = readers[order]
-        forwarded = np.argsort(order)[forwarded]
+        forwards = replace(forwards, move=np.argsort(order)[forwards.move])
 
         # A path begins where any of its ranks changes.
         ends = np.stack([first_hop["source"], first_hop["target"], readers])
@@ -370,13 +386,16 @@ class _Paths:
         size = np.add.reduceat(row_counts(first_hop), begins)
 
         # Parts below a kernel block, and fractions of rows, are in other stages on other paths of a
-        # rank.
+        # rank. Turns are far apart for consecutive sources of a target, for consecutive targets of
+        # a source, and for the paths between two ranks.
         source, target = ends[:2, begins]
-        turn = ((target - source) % ranks + paths * _GOLDEN % 1) / ranks
-        return _Paths(first_hop, second_hop, forwarded, path, place, size, target < ranks, turn)
+        between = source * (target.max() + 1) + target
+        nth = paths - np.searchsorted(between, between)
+        turn = np.stack([source, target, nth], axis=1) @ _SPREAD % 1
+        return _Paths(first_hop, forwards, path, place, size, target < ranks, turn)
 
-    def in_stages(self, stages: int, part_rows: int) -> tuple[Table, Table]:
-        """Return the moves of both hops, cut and with stages.
+    def in_stages(self, stages: int, part_rows: int) -> tuple[Table, Forwards]:
+        """Return the first hop's moves, cut and with stages, and how they are forwarded.
 
         A path has a part in each stage, or fewer if parts would have less than `part_rows` rows.
         """
@@ -401,24 +420,21 @@ class _Paths:
         # Stages without rows, where few rows have many readers, are left out.
         first_hop["stage"] = np.unique(stage[has_rows[holder]], return_inverse=True)[1]
 
-        # 3. Cut the second hop's moves as the moves that they forward.
+        # 3. All parts of a move are forwarded as the move is.
         parts_of_move = np.bincount(move, minlength=len(self.first_hop))
         first_part = np.cumsum(parts_of_move) - parts_of_move
-        counts = parts_of_move[self.forwarded]
-        forwarding = np.repeat(np.arange(len(self.second_hop)), counts)
-        part = expand(first_part[self.forwarded], counts)
-        second_hop = _parts_of_moves(self.second_hop, forwarding, begin[part], end[part])
-        second_hop["stage"] = first_hop["stage"][part]
-        return first_hop, second_hop
+        counts = parts_of_move[self.forwards.move]
+        reader = np.repeat(self.forwards.reader, counts)
+        return first_hop, Forwards(expand(first_part[self.forwards.move], counts), reader)
 
 
-def _sets_of_readers(moves: int, forwarded: IntArray, reader: IntArray) -> IntArray:
+def _sets_of_readers(moves: int, forwards: Forwards) -> IntArray:
     """Return [moves] the set of ranks to which each move is forwarded, as bits of a number.
 
     In nodes of more than _RANKS_AS_BITS ranks two sets may have one number. Then rows of both are
     divided over the stages together.
     """
     sets = np.zeros(moves, np.int64)
-    bit = np.int64(1) << (reader % _RANKS_AS_BITS)
-    np.bitwise_or.at(sets, forwarded, bit)
+    bit = np.int64(1) << (forwards.reader % _RANKS_AS_BITS)
+    np.bitwise_or.at(sets, forwards.move, bit)
     return sets

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from hf_distca.plan import Branches, Plan
 from hf_distca.plan.arrays import IntArray, Table
@@ -185,8 +186,13 @@ def make_routes(plan: Plan, rank: int) -> Routes:
         rank: number of the worker. Remote workers, which hold no rows, have the numbers from
             plan.layout.ranks on.
     """
-    queries, first_hop, second_hop = rows_to_move(plan)
+    queries, first_hop, forwards = rows_to_move(plan)
     stages = 1 + max(int(moves["stage"].max(initial=0)) for moves in (queries, first_hop))
+    keys = _of_rank(first_hop, rank)
+    forwarded = forwards.of_rank(first_hop, rank)
+    crosses = _crosses(first_hop, plan)
+    crossing = np.bincount(first_hop["stage"][crosses], minlength=stages) > 0
+    forwarding = np.bincount(first_hop["stage"][forwards.move], minlength=stages) > 0
 
     # 1. The tasks of this worker, as the moves of their queries. Received queries are numbered in
     #    the order of their arrival.
@@ -198,7 +204,7 @@ def make_routes(plan: Plan, rank: int) -> Routes:
     remote_query["offset"] = rows_before(remote_query)
 
     # 2. The K/V rows that arrive, and which of them each task reads in each stage.
-    arrivals = _arrivals(first_hop, second_hop, rank)
+    arrivals = _arrivals(keys, forwarded, rank)
     branches = plan.layout.branches
     read_by_local = _reads(remote_kv, arrivals, branches)
     read_by_received = _reads(remote_query, arrivals, branches)
@@ -217,9 +223,15 @@ def make_routes(plan: Plan, rank: int) -> Routes:
         before = by_received[:0] if has_all_keys else by_received
         made.append(
             Stage(
-                keys=_exchanged(first_hop.compress(first_hop["stage"] == stage), rank, plan),
+                keys=_exchanged(
+                    keys.compress(keys["stage"] == stage), rank, plan, crossing=crossing[stage]
+                ),
                 forwarded=_exchanged(
-                    second_hop.compress(second_hop["stage"] == stage), rank, plan, arrivals
+                    forwarded.compress(forwarded["stage"] == stage),
+                    rank,
+                    plan,
+                    crossing=forwarding[stage],
+                    arrivals=arrivals,
                 ),
                 remote_kv=remote_kv_tasks,
                 remote_query=_up_to_queries(
@@ -228,9 +240,10 @@ def make_routes(plan: Plan, rank: int) -> Routes:
                 remote_query_prefix=_before_queries(before, arrivals, branches),
             )
         )
+    moved = queries.compress(queries["source"] != queries["target"])
     return Routes(
         local_rows=int(plan.layout.tokens[rank]) if rank < plan.layout.ranks else 0,
-        queries=_exchanged(queries.compress(queries["source"] != queries["target"]), rank, plan),
+        queries=_exchanged(_of_rank(moved, rank), rank, plan, crossing=_crosses(moved, plan).any()),
         local=_in_place(local, plan.window),
         least_local_pairs=_least_local_pairs(queries, plan),
         stages=tuple(made),
@@ -245,6 +258,16 @@ def nothing_moves(plan: Plan) -> bool:
     rank = np.empty(len(layout.lengths), np.int64)
     rank[layout.segments["document"]] = layout.segments["rank"]
     return bool(np.array_equal(rank[tasks["document"]], tasks["worker"]))
+
+
+def _of_rank(moves: Table, rank: int) -> Table:
+    """Return the moves from a worker and to a worker."""
+    return moves.compress((moves["source"] == rank) | (moves["target"] == rank))
+
+
+def _crosses(moves: Table, plan: Plan) -> NDArray[np.bool_]:
+    """Return [moves] whether each leads to another rank."""
+    return np.asarray((moves["source"] != moves["target"]) & (moves["target"] < plan.layout.ranks))
 
 
 def _ordered(moves: Table, peer: str) -> Table:
@@ -264,16 +287,23 @@ def _arrivals(first_hop: Table, second_hop: Table, rank: int) -> Table:
     return by_document(arrivals)
 
 
-def _exchanged(moves: Table, rank: int, plan: Plan, arrivals: Table | None = None) -> ExchangedRows:
+def _exchanged(
+    moves: Table,
+    rank: int,
+    plan: Plan,
+    *,
+    crossing: np.bool_,
+    arrivals: Table | None = None,
+) -> ExchangedRows:
     """Return the rows of an exchange that one worker sends and receives.
 
     Args:
+        moves: those of the worker.
         arrivals: received rows, of which the worker forwards some; None if it sends local rows.
     """
     outgoing = _ordered(moves.compress(moves["source"] == rank), "target")
     incoming = moves.compress(moves["target"] == rank)
     local_rows = expand(outgoing["offset"], row_counts(outgoing))
-    crossing = np.any((moves["source"] != moves["target"]) & (moves["target"] < plan.layout.ranks))
     return ExchangedRows(
         send_rows=_positions(outgoing, arrivals) if arrivals is not None else local_rows,
         send_counts=_rows_by_worker(outgoing, "target", plan.workers),

@@ -75,5 +75,5 @@ def rows_by_stage(plan: Plan) -> IntArray:
 
     `moves.rows_by_stage` counts them.
     """
-    _, first, second = moves.rows_to_move(plan)
-    return moves.rows_by_stage(first, second, plan.layout.ranks)
+    _, first_hop, forwards = moves.rows_to_move(plan)
+    return moves.rows_by_stage(first_hop, forwards, plan.layout.ranks)

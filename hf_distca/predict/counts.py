@@ -97,11 +97,11 @@ def count_plan(
     """
     nodes = nodes or plan.nodes or (0,) * plan.workers
     ranks = plan.layout.ranks
-    tasks, first_hop, second_hop = rows_to_move(replace(plan, stage_rows=None))
+    tasks, first_hop, forwards = rows_to_move(replace(plan, stage_rows=None))
 
     # Rows that travel. Remote workers get theirs apart from exchanges.
     queries = rows_between(plan.workers, tasks)
-    keys = rows_between(plan.workers, first_hop, second_hop)
+    keys = rows_between(plan.workers, first_hop, forwards)
     is_rank = np.arange(plan.workers) < ranks
     queries_of_ranks, keys_of_ranks = queries.to(is_rank), keys.to(is_rank)
     among_ranks = RowsMoved(queries_of_ranks.by_link(nodes), keys_of_ranks.by_link(nodes))

@@ -259,6 +259,22 @@ def test_rows_on_one_path_are_divided_evenly_over_the_stages():
     ] == [28] * 4
 
 
+@pytest.mark.parametrize(("ranks", "rows", "stages"), [(256, 384, 8), (128, 700, 5), (48, 500, 3)])
+def test_stages_of_a_document_over_many_ranks_are_even_without_small_parts(ranks, rows, stages):
+    nodes = tuple(rank // 8 for rank in range(ranks))
+    plan = replace(quarters(rows * ranks, ranks), nodes=nodes)
+    most = int(rows_by_stage(plan).max())
+    staged = replace(plan, stage_rows=-(-most // stages))
+    by_stage = rows_by_stage(staged)
+    assert by_stage.shape == (stages, 2, ranks)
+    assert by_stage.max() <= staged.stage_rows * 9 / 8
+    # Of the parts that a path is divided into, none has less than a kernel block.
+    _, first_hop, _ = rows_to_move(staged)
+    _, moves_at_once, _ = rows_to_move(plan)
+    rows = moves_at_once["stop"] - moves_at_once["start"]
+    assert len(first_hop) <= len(moves_at_once) + (rows // 128).sum()
+
+
 def hops_of(rows, targets, nodes, document=0):
     """[(source, target, first row, row behind the last)] of both hops of rows on rank 0 that other
     ranks read.
@@ -266,11 +282,14 @@ def hops_of(rows, targets, nodes, document=0):
     moves = table_of(
         MOVE, document=np.full(len(targets), document), stop=rows, target=np.array(targets)
     )
-    hops = forward_inside_nodes(moves, nodes, max(targets) + 1)
-    return [
-        [tuple(move) for move in hop[["source", "target", "start", "stop"]].tolist()]
-        for hop in hops[:2]
+    first_hop, forwards = forward_inside_nodes(moves, nodes, max(targets) + 1)
+    first = [tuple(move) for move in first_hop[["source", "target", "start", "stop"]].tolist()]
+    of_gateways = [first[move][1:] for move in forwards.move]
+    second = [
+        (gateway, reader, *rows)
+        for (gateway, *rows), reader in zip(of_gateways, forwards.reader.tolist(), strict=True)
     ]
+    return [first, second]
 
 
 def test_rows_that_two_ranks_read_cross_to_both_of_them():
@@ -349,10 +368,11 @@ def test_stages_hold_so_many_rows_and_servers_have_one(plan, buffer_rows):
     if plan.window is None:
         assert rows.sum(axis=0).tolist() == whole.sum(axis=0).tolist()
         # On each path rows are rounded up.
-        _, *hops = rows_to_move(plan)
-        moves = np.concatenate(hops)
+        _, first_hop, forwards = rows_to_move(plan)
+        gateways = first_hop["target"][forwards.move]
         paths = [
-            np.bincount(moves[end], minlength=plan.workers)[:ranks] for end in ("source", "target")
+            np.bincount(np.append(first_hop[end], forwarding), minlength=plan.workers)[:ranks]
+            for end, forwarding in (("source", gateways), ("target", forwards.reader))
         ]
         assert (rows <= buffer_rows + np.array(paths)).all()
     else:

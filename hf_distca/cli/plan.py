@@ -256,11 +256,6 @@ def _check_fit(lengths: Lengths, config: DistCAConfig, options: argparse.Namespa
             f"{options.lengths} holds {len(rows)} rows, but --ranks is {ranks}; give a row per rank"
         )
     check_capacity(as_lengths(documents), ranks, tokens)
-    if ranks > MANY_RANKS and sum(documents) < ranks * LEAST_BLOCKS * block:
-        raise InputError(
-            f"{sum(documents)} tokens on {ranks} ranks leave fewer than {LEAST_BLOCKS} blocks of "
-            f"{block} rows to each; give more documents, or at most {MANY_RANKS} ranks"
-        )
     for rank, row in enumerate(rows if stay else ()):
         if sum(row) > tokens:
             raise InputError(

@@ -528,6 +528,7 @@ def test_curves_of_losses_in_sentences_are_those_of_the_results():
     ways, seeds = (float(np.mean(found[f"difference_of_{of}"])) for of in ("ways", "seeds"))
     assert found["steps"] == 1000
     assert f"losses differ by {ways:.3f} between ways, {seeds:.3f} between seeds" in README_TEXT
+    assert max(found["difference_of_first_losses"]) < 0.0003  # docs/evidence/training.md says so
 
 
 def test_tasks_in_sentences_are_those_of_the_results():

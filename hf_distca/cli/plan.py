@@ -60,10 +60,6 @@ if TYPE_CHECKING:
 
 Lengths = list[int] | list[list[int]]
 """Lengths of documents, or a list of them for each rank."""
-MANY_RANKS = 512
-LEAST_BLOCKS = 8
-"""Beyond 512 ranks, each needs at least 8 blocks of rows: balancing smaller shares takes too many
-moves."""
 DESCRIPTION = f"""\
 Plan one micro-batch and show its balance and its bytes. The plan is the one that DistCATrainer
 makes of these documents, with the same settings (--config) and the same costs of the device
@@ -246,10 +242,9 @@ def _figures_of_memory(
 
 
 def _check_fit(lengths: Lengths, config: DistCAConfig, options: argparse.Namespace) -> None:
-    """Raise ValueError if ranks cannot hold documents or rows, or cannot plan them in time."""
+    """Raise ValueError if ranks cannot hold documents or rows."""
     rows, documents = _rows_of(lengths), documents_of(lengths)
     ranks, tokens = options.ranks, config.tokens_per_rank
-    block = config.planning.balance_block_size
     stay = bool(rows) and config.document_layout == "fixed"
     if len(rows) > ranks or (stay and len(rows) < ranks):
         raise InputError(

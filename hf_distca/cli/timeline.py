@@ -9,8 +9,7 @@ from typing import Any
 from hf_distca.cli import InputError
 from hf_distca.cli.options import check_writable, write
 from hf_distca.progress import terminal_status
-from hf_distca.timeline.steps import RankStep, read_traces, steps_of, svg_of
-from hf_distca.units import counted
+from hf_distca.timeline.steps import RankStep, read_traces, shown, steps_of, svg_of
 
 DESCRIPTION = """\
 Join the traces of all ranks and show one step: the time that each rank spent in core attention, in
@@ -46,11 +45,11 @@ def run(options: argparse.Namespace) -> None:
     if options.svg:
         write(options.svg, svg_of(name, steps))
     clock_error_ms = joined["otherData"]["clock_error_us"] / 1e3
-    ranks = [_figures(step) for step in steps]
     if options.json:
+        ranks = [_figures(step) for step in steps]
         print(json.dumps({"step": name, "clock_error_ms": clock_error_ms, "ranks": ranks}))
     else:
-        _print_table(name, steps, ranks, clock_error_ms)
+        _print_table(name, steps, clock_error_ms)
 
 
 def _read(names: Sequence[str]) -> dict[str, Any]:
@@ -96,20 +95,22 @@ def _figures(step: RankStep) -> dict[str, Any]:
     return figures
 
 
-def _print_table(
-    name: str, steps: Sequence[RankStep], ranks: Sequence[dict[str, Any]], clock_error_ms: float
-) -> None:
-    """Print a line of milliseconds for each rank: activities, and other time by section."""
+def _print_table(name: str, steps: Sequence[RankStep], clock_error_ms: float) -> None:
+    """Print a line of milliseconds for each rank that is shown.
+
+    A line has activities, and other time by section.
+    """
+    rows, ranks = shown(steps)
     clocks = f", clocks within {clock_error_ms:.2g} ms" if len(steps) > 1 else ""
     duration_ms = (max(step.end for step in steps) - min(step.begin for step in steps)) / 1e6
-    print(f"{name}: {duration_ms:.1f} ms, {counted(len(steps), 'rank')}{clocks}")
+    print(f"{name}: {duration_ms:.1f} ms, {ranks}{clocks}")
     activities = ("step", "attention", "waits", "other")
     sections = list(steps[0].others)
     equals = " =" if sections else ""
     activity_titles = "".join(f"{title:>12}" for title in activities)
     section_titles = "".join(f"{title:>12}" for title in sections)
     print(f"{'ms':9}{activity_titles}{equals}{section_titles}")
-    for rank in ranks:
+    for rank in map(_figures, rows):
         times = "".join(f"{rank[f'{activity}_ms']:12.1f}" for activity in activities)
         parts = "".join(f"{rank['others_ms'].get(section, 0):12.1f}" for section in sections)
         print(f"rank {rank['rank']:<4}{times}{equals}{parts}")

@@ -24,6 +24,8 @@ NAMES: dict[Activity, str] = {
     "other": "other: projections, MLPs, loss, gradients, optimizer",
 }
 """Labels of a rank's activities; the keys are also classes of SVG marks."""
+MOST_SHOWN = 64
+"""Most ranks of a table or picture."""
 WIDTH = 810
 ROW = 18
 LEFT = 70
@@ -149,15 +151,31 @@ def runs(
         yield first_cell, last_cell, activities[cells[first_cell]]
 
 
+def shown(steps: Sequence[RankStep]) -> tuple[list[RankStep], str]:
+    """Return the ranks that tables and pictures show, and words that say which ranks they are.
+
+    Of many ranks these are the ranks that wait the least, for which the others wait, and those that
+    wait the most.
+    """
+    ranks = counted(len(steps), "rank")
+    if len(steps) <= MOST_SHOWN:
+        return list(steps), ranks
+    by_waits = sorted(steps, key=lambda step: step.totals()["waits"])
+    half = MOST_SHOWN // 2
+    chosen = {step.rank for step in (*by_waits[:half], *by_waits[-half:])}
+    words = f"{ranks}; shown are {half} that wait the least and {half} that wait the most"
+    return [step for step in steps if step.rank in chosen], words
+
+
 def svg_of(name: str, steps: Sequence[RankStep]) -> str:
-    """Return a step as SVG, one row for each rank, with totals."""
+    """Return a step as SVG, one row for each rank that is shown, with totals."""
+    rows, ranks = shown(steps)
     begin = min(step.begin for step in steps)
     duration_ms = (max(step.end for step in steps) - begin) / 1e6
     marks = ticks(duration_ms, 8)
     end = begin + round(marks[-1] * 1e6)  # the axis ends at a round number
-    bottom = TOP + ROW * len(steps)
+    bottom = TOP + ROW * len(rows)
     drawing = Drawing(LEFT + WIDTH + RIGHT, bottom + BOTTOM)
-    ranks = counted(len(steps), "rank")
     drawing.text(LEFT, 24, f"{name}: {duration_ms:.1f} ms, {ranks}", style="strong")
     x = float(LEFT)
     for activity, words in NAMES.items():
@@ -173,7 +191,7 @@ def svg_of(name: str, steps: Sequence[RankStep]) -> str:
     for column, title in enumerate(columns):
         drawing.text(right + COLUMN * column, TOP - 8, title, "end")
     drawing.text(right + COLUMN * (len(columns) - 1), TOP - 26, "milliseconds of each rank", "end")
-    for row, step in enumerate(steps):
+    for row, step in enumerate(rows):
         y = TOP + ROW * row
         drawing.text(LEFT - 8, y + 12, f"rank {step.rank}", "end")
         for first, last, main in runs(step, begin, end, WIDTH):
@@ -183,4 +201,4 @@ def svg_of(name: str, steps: Sequence[RankStep]) -> str:
                 )
         for column, time in enumerate((step.end - step.begin, *step.totals().values())):
             drawing.text(right + COLUMN * column, y + 12, f"{time / 1e6:,.1f}", "end")
-    return drawing.file(f"{name}: what each of {ranks} did in {duration_ms:.1f} ms")
+    return drawing.file(f"{name}: what ranks did in {duration_ms:.1f} ms, {ranks}")

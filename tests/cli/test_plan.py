@@ -165,12 +165,7 @@ def test_json_holds_documents_segments_and_tasks(command, planned):
         ([[1], [1]], (FIXED, "--ranks", "3"), "holds 2 rows, but --ranks is 3"),
         ([10**30], (), "must be 64-bit integers"),
         ([2**40], (), "hold more than"),
-        ([1], ("--ranks", "4097"), "--ranks: must be at most 4096, got 4097"),
-        (
-            [9],
-            ("--ranks", "1024", "--tokens-per-rank", "32k"),
-            "on 1024 ranks leave fewer than 8 blocks of 128",
-        ),
+        ([1], ("--ranks", "16385"), "--ranks: must be at most 16384, got 16385"),
         (
             [1],
             ({"planning": {"balance_tolerance": "nan"}},),

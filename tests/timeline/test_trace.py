@@ -17,7 +17,7 @@ from hf_distca.dispatch.recorder import ALWAYS, Rows, Span, Work
 from hf_distca.sim.drawing import LETTER
 from hf_distca.timeline import tracing
 from hf_distca.timeline.events import rank_trace
-from hf_distca.timeline.steps import RankStep, read_traces, runs, steps_of, svg_of
+from hf_distca.timeline.steps import RankStep, read_traces, runs, shown, steps_of, svg_of
 from hf_distca.timeline.tracing import StepTracer
 from tests.trainer.small_trainers import make_trainer
 
@@ -401,6 +401,17 @@ def test_cells_show_what_a_rank_did_in_their_middle():
     # Stretches that begin before the time, or lie outside it.
     assert drawn(RankStep(0, -10, 20, [(-10, 8, "waits")]), 0, 20, 2) == "wo"
     assert drawn(RankStep(0, -50, 90, [(-50, -30, "waits"), (60, 90, "waits")]), 0, 20, 2) == "oo"
+
+
+def test_of_many_ranks_those_that_wait_the_least_and_the_most_are_shown():
+    steps = [RankStep(rank, 0, 1000, [(0, rank * 7 % 100, "waits")]) for rank in range(100)]
+    rows, words = shown(steps)
+    assert sorted(rank.rank * 7 % 100 for rank in rows) == [*range(32), *range(68, 100)]
+    assert [step.rank for step in rows] == sorted(step.rank for step in rows)
+    assert words == "100 ranks; shown are 32 that wait the least and 32 that wait the most"
+    rows_drawn = re.findall(r">rank \d+</text>", svg_of("step 4", steps))
+    assert len(rows_drawn) == 64
+    assert shown(steps[:64]) == (steps[:64], "64 ranks")
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,8 @@ plan together, as in training. "Together" is one plan of all ranks, up to 512 ra
   padded     eight sequences on each rank, whose prefixes are hashed: the rank plans them, and finds
              where their rows travel. Bytes are those of the lengths and hashes that reach the rank
   stream     documents that lie on the rank
-  routes     row numbers of one kind of layers in a plan of chats
+  routes     row numbers of one kind of layers, and the most memory meanwhile, in the largest pod:
+             of chats, and of ProLong's documents
   sampler    chats, of which a micro-batch fills all ranks: the start, an epoch, and the most memory
 
 Run: PYTHONPATH=. python benchmarks/growth.py [--rounds 3] [--documents 1000000]
@@ -16,7 +17,6 @@ Run: PYTHONPATH=. python benchmarks/growth.py [--rounds 3] [--documents 1000000]
 
 import pickle
 import time
-import tracemalloc
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import islice
@@ -24,23 +24,24 @@ from typing import Any
 
 import numpy as np
 import torch
-from harness import options_parser, print_json, print_rows
+from harness import most_megabytes, options_parser, print_json, print_rows
 from harness.simulated import simulated_run
 
 from hf_distca.collator.sampler import GlobalBatchSampler, fit_documents
 from hf_distca.dispatch.padded_rows import RowTravel, Sequences
 from hf_distca.plan.routes import make_routes
-from hf_distca.planner.micro_batch import plan_placed, plan_pod
+from hf_distca.planner.micro_batch import plan_placed, plan_pods
 from hf_distca.planner.padding import ALL_RANKS, PodShare, plan_padded, pod_needs
 from hf_distca.planner.pods import pods_around
 from hf_distca.planner.prefixes import BLOCK, HASH_BYTES
-from hf_distca.planner.settings import PlanSettings
+from hf_distca.planner.settings import POD_RANKS, POD_RANKS_OF_PADDED, PlanSettings
 from hf_distca.predict.shapes import LLAMA_8B
-from hf_distca.sim.lengths import lognormal, micro_batches
+from hf_distca.sim.lengths import Draw, corpora, lognormal, micro_batches
 
 RANKS, TOGETHER = (64, 512, 4096), 512
 TOKENS, NODE, SEQUENCES = 32768, 8, 8
 CHATS = lognormal(800, 1.0)
+ROUTED = {"chats": CHATS, "ProLong": corpora()["prolong"]}
 
 
 class OneRank:
@@ -73,7 +74,9 @@ def hashes_of_ranks(lengths: np.ndarray[Any, Any]) -> list[tuple[tuple[bytes, ..
 
 def padded(ranks: int, *, pods: bool) -> tuple[Callable[[], object], int]:
     """Return what plans the padded batch of the first rank, and the bytes that reach it."""
-    settings = settings_of(ranks, pods=pods)
+    settings = replace(
+        settings_of(ranks, pods=pods), pod_ranks=POD_RANKS_OF_PADDED if pods else ranks
+    )
     pod = pods_around(settings, 0)[0]
     lengths = rows_on_ranks(ranks)[: len(pod)]
     of_pod = replace(settings, ranks=len(pod), pod_ranks=len(pod))
@@ -105,13 +108,18 @@ def stream(ranks: int, *, pods: bool) -> Callable[[], object]:
     return lambda: plan_placed(rows, of_pod)
 
 
-def routes(ranks: int) -> Callable[[], object]:
-    """Return what makes the routes of the first rank."""
+def routes(ranks: int, draw: Draw, rounds: int) -> tuple[float, float]:
+    """Milliseconds and megabytes of the routes of the largest pod's first rank."""
     settings = settings_of(ranks, pods=True)
-    (lengths,) = islice(micro_batches(CHATS, settings.micro_batch_tokens, seed=1), 1)
-    plan = plan_pod(lengths.tolist(), settings, rank=0)
+    (lengths,) = islice(micro_batches(draw, settings.micro_batch_tokens, seed=1), 1)
+    plan = max(plan_pods(lengths.tolist(), settings), key=lambda plan: len(plan.ranks))
     plans = [nano.plans[settings.dominant_kind] for nano in plan.nano_batches]
-    return lambda: [make_routes(each, 0) for each in plans]
+
+    def make() -> None:
+        for each in plans:
+            make_routes(each, 0)
+
+    return least_seconds(make, rounds) * 1e3, most_megabytes([make])
 
 
 def least_seconds(call: Callable[[], object], rounds: int) -> float:
@@ -131,10 +139,7 @@ def sampled(ranks: int, documents: int, rounds: int) -> dict[str, Any]:
     def start() -> GlobalBatchSampler:
         return GlobalBatchSampler(fit_documents(lengths, capacity, "truncate", "ranks"), capacity)
 
-    tracemalloc.start()
-    sum(len(spans) for spans in start().spans_in_order())
-    most = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
+    most = most_megabytes([lambda: sum(len(spans) for spans in start().spans_in_order())])
     sampler = start()
     return {
         "ranks": ranks,
@@ -144,7 +149,7 @@ def sampled(ranks: int, documents: int, rounds: int) -> dict[str, Any]:
         )
         / documents
         * 1e6,
-        "memory, bytes a document": most / documents,
+        "memory, bytes a document": most / documents * 1e6,
     }
 
 
@@ -152,7 +157,7 @@ def of_ranks(ranks: int, rounds: int) -> list[dict[str, Any]]:
     """Milliseconds and bytes of a rank, in pods and together."""
     found = []
     for pods in (True, False) if ranks <= TOGETHER else (True,):
-        if not pods and ranks < 2 * settings_of(ranks, pods=True).pod_ranks:
+        if not pods and ranks < 2 * POD_RANKS:
             continue  # one pod
         plan, size = padded(ranks, pods=pods)
         found.append(
@@ -162,9 +167,11 @@ def of_ranks(ranks: int, rounds: int) -> list[dict[str, Any]]:
                 "padded, ms": least_seconds(plan, rounds) * 1e3,
                 "padded, KB": size / 1e3,
                 "stream, ms": least_seconds(stream(ranks, pods=pods), rounds) * 1e3,
-                "routes, ms": least_seconds(routes(ranks), rounds) * 1e3 if pods else None,
             }
         )
+        for kind, draw in ROUTED.items():
+            milliseconds, megabytes = routes(ranks, draw, rounds) if pods else (None, None)
+            found[-1] |= {f"routes of {kind}, ms": milliseconds, f"{kind}, MB": megabytes}
     return found
 
 

@@ -11,14 +11,13 @@ Run: python benchmarks/plan_time.py [--rounds 12] [--ranks 8 64 256] [--choices]
 """
 
 import time
-import tracemalloc
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from itertools import islice
 
 import numpy as np
-from harness import Round, report, rounds_parser, take_rounds
+from harness import Round, most_megabytes, report, rounds_parser, take_rounds
 from harness.simulated import simulated_run
 
 from hf_distca.planner.micro_batch import plan_pod
@@ -48,19 +47,6 @@ def plans(ranks: int, choices: bool) -> dict[str, list[Callable[[], object]]]:
     return found
 
 
-def most_memory(calls: list[Callable[[], object]]) -> float:
-    """Return the most MB that one of the calls takes beside what there was before."""
-    tracemalloc.start()
-    peaks = []
-    for call in calls:
-        tracemalloc.reset_peak()
-        before = tracemalloc.get_traced_memory()[0]
-        call()
-        peaks.append(tracemalloc.get_traced_memory()[1] - before)
-    tracemalloc.stop()
-    return max(peaks) / 1e6
-
-
 def main() -> None:
     parser = rounds_parser(__doc__, rounds=12)
     parser.add_argument(
@@ -86,7 +72,7 @@ def main() -> None:
 
     take()  # warms up
     memory = {
-        name.removesuffix(", ms"): round(most_memory(calls), 1)
+        name.removesuffix(", ms"): round(most_megabytes(calls), 1)
         for name, calls in (planning.items() if options.memory else ())
     }
     report(take_rounds(options, take), {}, memory_mb=memory)

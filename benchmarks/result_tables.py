@@ -605,12 +605,12 @@ def pods() -> Rows:
 def growth() -> Rows:
     """What a rank takes for its part of a micro-batch, by number of ranks."""
     found = result("growth")
-    names = ("padded, ms", "padded, KB", "stream, ms", "routes, ms")
+    exponents = found["exponents"]
+    names = tuple(exponents)
     yield "ranks", "plans", *names
     for row in found["ranks"]:
         cells = ("" if row[name] is None else f"{row[name]:,.0f}" for name in names)
         yield f"{row['ranks']:,}", row["plans"], *cells
-    exponents = found["exponents"]
     yield "exponent of ranks", "pods", *(f"{exponents[name]:.2f}" for name in names)
 
 

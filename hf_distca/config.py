@@ -12,7 +12,7 @@ from hf_distca.server_settings import Servers, read_servers
 from hf_distca.units import (
     AUTO,
     BytesOrAuto,
-    RowsOrAuto,
+    NumberOrAuto,
     Switch,
     TokensOrAuto,
     read_values,
@@ -93,7 +93,7 @@ class DistCAConfig:
         "pass through the same loss, or for logits with gradients after the forward pass under "
         "FSDP2.",
     )
-    mlp_chunk_rows: RowsOrAuto = setting(
+    mlp_chunk_rows: NumberOrAuto = setting(
         AUTO,
         "Compute the MLPs and norms of decoder layers over this many rows at a time, and again in "
         "the backward pass. The memory between an MLP's projections then does not grow with "

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, Final
 from hf_distca.units import (
     AUTO,
     Bytes,
+    NumberOrAuto,
     Switch,
     Tolerance,
     UnitError,
@@ -59,12 +60,13 @@ class Planning:
         "every micro-batch.",
     )
 
-    pod_ranks: int = setting(
-        64,
+    pod_ranks: NumberOrAuto = setting(
+        AUTO,
         "Least ranks that plan together where the planner chooses plans. Twice as many ranks or "
         "more are divided into pods of whole nodes, and no core attention travels between pods. A "
         "long document gets a larger pod. Smaller pods are planned faster, and larger ones compute "
-        "more evenly.",
+        "more evenly. 'auto' is 64, or 512 for padded batches, whose sequences stay in the pod of "
+        "their rank.",
     )
 
     def __post_init__(self) -> None:

@@ -171,8 +171,8 @@ def _read_bytes_or_auto(value: Any) -> int | Literal["auto"]:
     return AUTO if value == AUTO else _number(value, BYTES, f"{A_NUMBER_OF_BYTES}, or {AUTO!r}")
 
 
-def _read_rows_or_auto(value: Any) -> int | Literal["auto"]:
-    return AUTO if value == AUTO else _number(value, {"": 1}, f"a number of rows or {AUTO!r}")
+def _read_number_or_auto(value: Any) -> int | Literal["auto"]:
+    return AUTO if value == AUTO else _number(value, {"": 1}, f"a number or {AUTO!r}")
 
 
 def read_whole_number(value: Any, expected: str) -> int:
@@ -223,7 +223,7 @@ _READERS: list[Any] = [
     _read_tokens_or_auto,
     _read_bytes,
     _read_bytes_or_auto,
-    _read_rows_or_auto,
+    _read_number_or_auto,
     _read_tolerance,
     _read_switch,
 ]
@@ -241,11 +241,11 @@ if TYPE_CHECKING:
     TokensOrAuto = Read[int, int | str]  # "auto" becomes a number
     Bytes = Read[int, int | str]
     BytesOrAuto = Read[int | Literal["auto"], int | str]
-    RowsOrAuto = Read[int | Literal["auto"], int | str]
+    NumberOrAuto = Read[int | Literal["auto"], int | str]
     Tolerance = Read[float | Literal["auto"], float | str]
     Switch = Read[bool | Literal["auto"], bool | str]
 else:
     # HfArgumentParser calls the type of a field with what is on the command line.
     TokensOrAuto, Bytes = _read_tokens_or_auto, _read_bytes
-    BytesOrAuto, RowsOrAuto = _read_bytes_or_auto, _read_rows_or_auto
+    BytesOrAuto, NumberOrAuto = _read_bytes_or_auto, _read_number_or_auto
     Tolerance, Switch = _read_tolerance, _read_switch

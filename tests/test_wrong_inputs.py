@@ -860,7 +860,7 @@ SETTINGS: dict[str, tuple[Any, ...]] = {
     "planning member balance_block_size must be a whole number, got …": tuple(
         {"balance_block_size": given} for given in (128.5, "128", None, True)
     ),
-    "mlp_chunk_rows must be a number of rows or 'auto', got …": (1.5, None, "16k", "many"),
+    "mlp_chunk_rows must be a number or 'auto', got …": (1.5, None, "16k", "many"),
     "exchange_timeout must be a finite number, got …": ("60", None, True, inf, nan),
     "share_prefixes must be true or false, got …": ("no", "false", None, 1),
     "device_profile must be text, got …": (3, True),

@@ -7,4 +7,4 @@ from .machine import provenance
 from .ranks import Ranks, end_with_parent, free_port, run_ranks
 from .resident import begin_peak, follow_tensors, keep_freed_memory, peak
 from .rounds import Measured, Round, over, report, rounds_parser, slowest, take_rounds
-from .timing import median_seconds
+from .timing import median_seconds, most_megabytes

@@ -1,8 +1,9 @@
-"""Timing single calls."""
+"""Time and memory of single calls."""
 
 import statistics
 import time
-from collections.abc import Callable
+import tracemalloc
+from collections.abc import Callable, Iterable
 
 import torch
 
@@ -24,3 +25,16 @@ def median_seconds(call: Callable[[], object], device: torch.device, repeats: in
             call()
             times.append(time.perf_counter() - start)
     return statistics.median(times)
+
+
+def most_megabytes(calls: Iterable[Callable[[], object]]) -> float:
+    """Return the most MB that one of the calls takes beside what there was before."""
+    tracemalloc.start()
+    peaks = []
+    for call in calls:
+        tracemalloc.reset_peak()
+        before = tracemalloc.get_traced_memory()[0]
+        call()
+        peaks.append(tracemalloc.get_traced_memory()[1] - before)
+    tracemalloc.stop()
+    return max(peaks) / 1e6

@@ -39,6 +39,7 @@ from hf_distca.patches.head import adapted_heads
 from hf_distca.patches.layers import plan_layers
 from hf_distca.patches.padded_models import pack_backbone
 from hf_distca.patches.prepare import prepare_model
+from hf_distca.planner.settings import POD_RANKS_OF_PADDED
 from hf_distca.profiling.costs import with_costs
 from hf_distca.run import RunSpec
 from hf_distca.trainer import parallel
@@ -197,12 +198,18 @@ def pack_padded(
             change.
     """
     if dispatcher is None:
-        dispatcher = make_dispatcher(model, config, device, **options)
+        planning = {**_pods_of_padded(config), **(options.pop("planning", None) or {})}
+        dispatcher = make_dispatcher(model, config, device, planning=planning, **options)
     else:
         with dispatcher.groups.raised_together():
             prepare_model(model, dispatcher.run)
     _pack(model, config, dispatcher)
     return dispatcher
+
+
+def _pods_of_padded(config: DistCAConfig) -> dict[str, int]:
+    """Return what the plans of padded batches take for "auto" pods, as fields of PlanSettings."""
+    return {"pod_ranks": POD_RANKS_OF_PADDED} if config.planning.pod_ranks == AUTO else {}
 
 
 def _pack(model: PreTrainedModel, config: DistCAConfig, dispatcher: Dispatcher) -> None:
@@ -271,6 +278,7 @@ def pack_teacher(teacher: PreTrainedModel, config: DistCAConfig, trainer: Traine
     facts = parallel.facts_of_launch(teacher, args, accelerator, dtype)
     # ZeRO-3 gathers the weights of one module at a time.
     gathers = parallel.gathers_parameters(accelerator)
+    planning = {**_pods_of_padded(config), **({"ping_pong": False} if gathers else {})}
     dispatcher = _dispatcher(
         teacher,
         config,
@@ -279,7 +287,7 @@ def pack_teacher(teacher: PreTrainedModel, config: DistCAConfig, trainer: Traine
         parallel.data_parallel_mesh(accelerator),
         None,
         None,
-        {**facts, "checkpointing": None, "planning": {"ping_pong": False} if gathers else None},
+        {**facts, "checkpointing": None, "planning": planning},
     )
     _pack(teacher, config, dispatcher)
     return dispatcher
@@ -307,7 +315,9 @@ def prepare_trainer(trainer: Trainer, *, packs: bool) -> Dispatcher:
     # several micro-batches.
     layers_run_once = not packs and parallel.gathers_parameters(accelerator)
     dtype = parallel.dtype_of_computation(model, args, accelerator)
-    never_turns = layers_run_once and args.planning.ping_pong == AUTO
+    planning: dict[str, Any] = {} if packs else _pods_of_padded(args)
+    if layers_run_once and args.planning.ping_pong == AUTO:
+        planning["ping_pong"] = False
     facts = parallel.facts_of_launch(model, args, accelerator, dtype)
     dispatcher = _dispatcher(
         model,
@@ -317,7 +327,7 @@ def prepare_trainer(trainer: Trainer, *, packs: bool) -> Dispatcher:
         parallel.data_parallel_mesh(accelerator),
         checkpointed_layers(model, facts["checkpointing"]),
         Path(str(args.output_dir)),
-        {**facts, "planning": {"ping_pong": False} if never_turns else None},
+        {**facts, "planning": planning},
     )
     if args.device.type == "cuda":  # the memory of other devices is unknown
         fit_into_memory(model, args, dispatcher, may_chunk=not layers_run_once)

@@ -28,7 +28,7 @@ from hf_distca.cli.main import TOOLS
 from hf_distca.planning_settings import Planning, PlanningOrNone
 from hf_distca.server_settings import AttentionServers, Servers
 from hf_distca.trainer.metrics import METRICS, PREFIX
-from hf_distca.units import Bytes, BytesOrAuto, RowsOrAuto, Switch, TokensOrAuto, Tolerance
+from hf_distca.units import Bytes, BytesOrAuto, NumberOrAuto, Switch, TokensOrAuto, Tolerance
 
 FOLDER = Path(__file__).parents[2] / "docs" / "reference"
 PAGES = ("settings.md", "metrics.md", "cli.md", "refusals.md")
@@ -55,7 +55,7 @@ TYPES: dict[Any, str] = {
     TokensOrAuto: 'integer, text such as `"32k"`, or `"auto"`',
     Bytes: 'integer, or text such as `"128MiB"`',
     BytesOrAuto: 'integer, text such as `"128MiB"`, or `"auto"`',
-    RowsOrAuto: 'integer, or `"auto"`',
+    NumberOrAuto: 'integer, or `"auto"`',
     PlanningOrNone: "dictionary, as JSON on a command line, or `None`",
     Servers: 'integer, `"external"`, or a dictionary, as JSON on a command line',
     Tolerance: 'number, or `"auto"`',

@@ -214,6 +214,16 @@ def test_a_classifier_reads_the_last_token_of_each_sequence(
     rank_pools[2].run(classify, LENGTHS["uneven"][:2])
 
 
+@pytest.mark.parametrize(("planning", "ranks"), [(None, 512), ({"pod_ranks": 8}, 8)])
+def test_padded_batches_are_planned_by_many_ranks_together(
+    planning: dict[str, int] | None, ranks: int
+) -> None:
+    config = DistCAConfig(tokens_per_rank=64, planning=planning)
+    dispatcher = pack_padded(small_model("llama", "distca"), config, torch.device("cpu"))
+    dispatcher.close()
+    assert dispatcher.run.plans.pod_ranks == ranks
+
+
 def generate_on_one_rank() -> None:
     """Generation is no collective call: rank 0 generates alone."""
     model = small_model("llama", "distca")

@@ -75,6 +75,7 @@ def test_blocks_are_whole_nodes_and_about_alike():
     assert blocks(127, ranks_per_node=1) == (127,)
     assert blocks(128, ranks_per_node=8) == (64, 64)
     assert blocks(136, ranks_per_node=8) == (72, 64)
+    assert blocks(1024, ranks_per_node=8, pod_ranks=512) == (512, 512)
     assert blocks(8, ranks_per_node=(3, 1, 2, 2), pod_ranks=3) == (4, 4)
     assert blocks(8, ranks_per_node=8, pod_ranks=2) == (8,)
     assert blocks(8, pod_ranks=2, document_layout="fixed") == (8,)

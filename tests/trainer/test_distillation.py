@@ -60,13 +60,16 @@ def test_distillation_is_that_of_trl(launch, tmp_path, subtests):
         pool.close()
 
 
-def plans_of_models(folder: str) -> list[tuple[bool, int]]:
-    """Whether each plan of a training has a backward, and the layers of its model."""
-    made: list[tuple[bool, int]] = []
+def plans_of_models(folder: str) -> list[tuple[bool, int, int]]:
+    """Whether each plan of a training has a backward, the layers of its model, and the ranks that
+    plan together at least.
+    """
+    made: list[tuple[bool, int, int]] = []
     planned = padded_rows.PaddedBatches._planned
 
     def noted(self: Any, *given: Any) -> Any:
-        made.append((torch.is_grad_enabled(), self.dispatcher.run.model.depth))
+        run = self.dispatcher.run
+        made.append((torch.is_grad_enabled(), run.model.depth, run.plans.pod_ranks))
         return planned(self, *given)
 
     with patch.object(padded_rows.PaddedBatches, "_planned", noted):
@@ -77,6 +80,5 @@ def plans_of_models(folder: str) -> list[tuple[bool, int]]:
 def test_teachers_have_plans_of_their_own_without_a_backward(rank_pools, tmp_path):
     by_rank = rank_pools[2].run(plans_of_models, str(tmp_path))
     for made in by_rank:
-        assert {has_backward for has_backward, layers in made if layers == 3} == {False}
-        assert {has_backward for has_backward, layers in made if layers == 2} == {True}
+        assert set(made) == {(False, 3, 512), (True, 2, 512)}
     assert by_rank[0] == by_rank[1]

@@ -36,7 +36,6 @@ if TYPE_CHECKING:
     )
     from hf_distca.trainer.gkd import DistCAGKDConfig as DistCAGKDConfig
     from hf_distca.trainer.gkd import DistCAGKDTrainer as DistCAGKDTrainer
-    from hf_distca.trainer.mixin import DistCAMixin as DistCAMixin
     from hf_distca.trainer.padded import DistCAPaddedMixin as DistCAPaddedMixin
     from hf_distca.trainer.preference import DistCADPOConfig as DistCADPOConfig
     from hf_distca.trainer.preference import DistCADPOTrainer as DistCADPOTrainer
@@ -50,6 +49,7 @@ if TYPE_CHECKING:
     from hf_distca.trainer.preference import DistCARLOOTrainer as DistCARLOOTrainer
     from hf_distca.trainer.sft import DistCASFTConfig as DistCASFTConfig
     from hf_distca.trainer.sft import DistCASFTTrainer as DistCASFTTrainer
+    from hf_distca.trainer.trainer import DistCAMixin as DistCAMixin
     from hf_distca.trainer.trainer import DistCATrainer as DistCATrainer
 
 # Imported on first use: torch and transformers take seconds, which `hf-distca --help` does not
@@ -71,7 +71,7 @@ _MODULES = {
     "DistCADistillationTrainer": "trainer.distillation",
     "DistCAGKDConfig": "trainer.gkd",
     "DistCAGKDTrainer": "trainer.gkd",
-    "DistCAMixin": "trainer.mixin",
+    "DistCAMixin": "trainer.trainer",
     "DistCAPaddedArguments": "trainer.arguments",
     "DistCAPaddedMixin": "trainer.padded",
     "DistCASFTConfig": "trainer.sft",

@@ -5,8 +5,8 @@ from typing import Any
 from axolotl.core.trainers import AxolotlTrainer
 from axolotl.core.trainers.dpo.trainer import AxolotlDPOTrainer
 
-from hf_distca.trainer.mixin import DistCAMixin
 from hf_distca.trainer.padded import DistCAPaddedMixin
+from hf_distca.trainer.trainer import DistCAMixin
 
 
 class DistCAAxolotlTrainer(DistCAMixin, AxolotlTrainer):

@@ -13,8 +13,8 @@ from hf_distca.checks.integration_rules import SWIFT, SWIFT_DOCUMENTS, SWIFT_PAC
 from hf_distca.checks.refusal import PackageError, check
 from hf_distca.config import DistCAConfig
 from hf_distca.trainer.arguments import DistCAArguments, DistCAPaddedArguments
-from hf_distca.trainer.mixin import DistCAMixin
 from hf_distca.trainer.padded import DistCAPaddedMixin
+from hf_distca.trainer.trainer import DistCAMixin
 
 try:
     from swift.dataset import LazyLLMDataset

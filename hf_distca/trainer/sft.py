@@ -15,7 +15,7 @@ from hf_distca.collator.texts import check_texts
 from hf_distca.plan import PLAN_KEY
 from hf_distca.trainer.arguments import DistCAArguments
 from hf_distca.trainer.evaluation import EvaluationLoader, Predictions
-from hf_distca.trainer.mixin import DistCAMixin
+from hf_distca.trainer.trainer import DistCAMixin
 from hf_distca.units import setting
 
 try:

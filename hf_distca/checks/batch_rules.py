@@ -3,9 +3,9 @@
 `data_rules.py` has the table of data sets, documents and streams.
 """
 
+from hf_distca.checks.capacity_rules import CUT
 from hf_distca.checks.refusal import Refusal
 
-CUT = "'truncate' keeps the first tokens of a long document, 'split' cuts it into spans"
 FLATTEN = "use a padding-free collator such as transformers' DataCollatorWithFlattening"
 UNPACKED = "or train without hf_distca.pack_padded"
 NO_OTHER_MASK = "packed documents attend to themselves, causally, and need no other mask"
@@ -126,23 +126,6 @@ class Batch:
         "it cannot be put back into a padded batch",
         f"ask the model for hidden states only, {UNPACKED}",
         condition="outputs of a backbone that do not have a row for each token",
-    )
-    LONG_SEQUENCE = Refusal(
-        "a sequence of a padded batch has {length} tokens",
-        "{where} may hold {limit} tokens",
-        "set a larger tokens_per_rank, or cut the sequence",
-        condition="a sequence of a padded batch that does not fit",
-    )
-    SEVERAL_MICRO_BATCHES = Refusal(
-        "the padded batches of all ranks have {tokens} tokens, more than the {limit} of one "
-        "micro-batch",
-        "a weight would get a gradient for each micro-batch, and only the first would count, "
-        "because {why}",
-        "raise tokens_per_rank, or lower per_device_train_batch_size; {remedy}",
-        condition=(
-            "padded batches of more than one micro-batch with reentrant checkpoints, or under "
-            "ZeRO-3 where it gathers whole layers"
-        ),
     )
     LOST_PADDED_PLAN = Refusal(
         "the model did not pass the plan of a padded batch on to its attention layers",

@@ -3,11 +3,8 @@
 `batch_rules.py` has the table of tokens and batches.
 """
 
-from hf_distca.checks.batch_rules import CUT
 from hf_distca.checks.refusal import Refusal
 
-A_RANK, ALL_RANKS = "tokens_per_rank", "ranks · tokens_per_rank"
-"""Names of what a document must fit into: a rank, or all ranks together."""
 REMOVE_EMPTY = "remove empty documents: dataset.filter(lambda e: e['input_ids'])"
 
 
@@ -156,12 +153,6 @@ class Data:
         "plans need the images of a whole micro-batch, and a rank reads its own part of a stream",
         "load the data set without streaming=True",
     )
-    CUT_IMAGES = Refusal(
-        "{name} has images and {length} tokens, more than {limit} ({capacity})",
-        "a document with images is not cut",
-        "raise tokens_per_rank, or leave such documents out",
-        condition="a document with images that `long_documents` would cut",
-    )
     # Data sets of tokens
     NOT_A_ROW = Refusal(
         "{name} is of the type {kind}",
@@ -207,13 +198,6 @@ class Data:
         "give labels to the tokens of the answers, or leave the column 'labels' out, where each "
         "token predicts the next",
         condition="a data set whose labels are all -100",
-    )
-    TARGETS_CUT = Refusal(
-        "none of the {documents} documents of {name} has a target",
-        "a training would have the loss 0 and change no weight: long_documents='truncate' cuts "
-        "documents to {longest} tokens, and all labels before are -100",
-        "raise tokens_per_rank, or set long_documents='split'",
-        condition="a data set whose answers are cut off by `long_documents='truncate'`",
     )
     SINGLE_TOKENS = Refusal(
         "none of the {documents} documents of {name} has more than one token",
@@ -313,36 +297,6 @@ class Data:
         "it had {planned} when its length was read, so the plans do not fit it",
         "tokenize the data set beforehand, so that it returns the same tokens each time",
         condition="documents that change when they are read again",
-    )
-    LONG = Refusal(
-        "{count} of {documents} documents of {name} are longer than {limit_name} = {limit} tokens, "
-        "such as document {longest} with {length}",
-        "a document must fit",
-        f"raise tokens_per_rank, use more ranks, or set long_documents: {CUT}",
-    )
-    LONG_WHOLE = Refusal(
-        "{count} of {documents} documents of {name} are longer than tokens_per_rank = {limit} "
-        "tokens, such as document {longest} with {length}",
-        "documents stay whole on a rank",
-        "raise tokens_per_rank, set document_layout='auto' where the model allows that, or set "
-        f"long_documents: {CUT}",
-        condition="documents of more than `tokens_per_rank` tokens that must stay whole on a rank",
-    )
-    NOT_FITTED = Refusal(
-        "there are {documents} documents of at most {longest} tokens",
-        "a micro-batch needs a document and holds at most {capacity} tokens",
-        "call fit_documents with this capacity first",
-        condition="`GlobalBatchSampler` with no documents, or with longer ones than it can place",
-    )
-    LONG_IN_STREAM = Refusal(
-        "{name} has {length} tokens",
-        "a streamed document must fit into tokens_per_rank = {limit}",
-        "raise tokens_per_rank, use a data set with a length (its documents may span ranks), or "
-        f"set long_documents: {CUT}",
-        condition=(
-            "a streamed document of more than `tokens_per_rank` tokens, with "
-            "`long_documents='error'`"
-        ),
     )
 
 

@@ -29,24 +29,6 @@ class Plans:
         "leave empty documents out",
         condition="a length of 0 in `plan_micro_batch`",
     )
-    DOCUMENTS_BEYOND_RANKS = Refusal(
-        "a micro-batch has {documents} of {tokens}",
-        "{ranks} of {rows} rows hold {capacity}",
-        "use fewer documents or more ranks, or raise tokens_per_rank",
-        condition="a micro-batch of more tokens than all ranks hold",
-    )
-    DOCUMENT_BEYOND_RANK = Refusal(
-        "document {document} has {tokens} tokens",
-        "with document_layout='whole' a document stays on one rank, which holds {rows}",
-        "raise tokens_per_rank, or set long_documents to 'truncate' or 'split'",
-        condition="`document_layout='whole'` and a document that is longer than `tokens_per_rank`",
-    )
-    ONLY_CUT = Refusal(
-        "a micro-batch has {documents} of {tokens} that stay whole",
-        "they do not fit on {ranks} of {rows} rows without cutting a document",
-        "use fewer documents or more ranks, or raise tokens_per_rank",
-        condition="`document_layout='whole'` and documents that only fit if one is cut",
-    )
     # Nodes
     OTHER_NODE_SIZE = Refusal(
         "ranks_per_node={given} is set",

@@ -35,14 +35,6 @@ class Run:
         "only activation checkpoints go to the host",
         f"set {CHECKPOINTING}=True",
     )
-    HOST_MEMORY = Refusal(
-        "activation checkpoints of {layers} layers take {needed} GB on the host {host} (ranks "
-        "there: {ranks})",
-        "{available} GB can be used, {fraction} of what is available",
-        "lower tokens_per_rank, train on more hosts, or set offload_activations='auto', which "
-        "moves as many layers as fit",
-        condition="`offload_activations=True` with too little host memory",
-    )
     NO_STEPS = Rule(
         "num_train_epochs={0.epochs} and max_steps={0.steps} are set",
         "training would end before its first step",

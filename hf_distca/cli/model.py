@@ -177,7 +177,7 @@ def memory_of(
             case["host"] = counted.host
         if options.device_memory is not None:
             for_text = device - counted.parts.pop("encoder", 0)
-            case["longest_tokens_per_rank"] = memory.longest(for_text, counted_run, counted)
+            case["longest_rows"] = memory.longest(for_text, counted_run, counted)
         figures.setdefault(strategy, counted.state._asdict())[name] = case
     return figures
 
@@ -216,7 +216,7 @@ def memory_rows(figures: dict[str, Any], device_memory: float | None) -> dict[st
         if any(row) or name in STATE_PARTS:
             rows[name] = [f"{size / GB:.2f}" for size in row]
     if device_memory is not None:
-        longest = [str(counted["longest_tokens_per_rank"]) for _, counted in columns]
+        longest = [str(counted["longest_rows"]) for _, counted in columns]
         rows[f"longest rows in {device_memory:g} GB"] = longest
     return rows
 

@@ -47,7 +47,13 @@ from hf_distca.predict.device_profile import DeviceProfile
 from hf_distca.predict.shapes import MODELS, ModelShape
 from hf_distca.progress import TORCH_AND_TRANSFORMERS, importing, terminal_status
 from hf_distca.run import RunSpec
-from hf_distca.sim.compare import Simulation, columns_of, meaning_of_seconds, simulate
+from hf_distca.sim.compare import (
+    Simulation,
+    columns_of,
+    meaning_of_seconds,
+    ranks_of_tokens,
+    simulate,
+)
 from hf_distca.sim.encoders import SimulatedImages
 from hf_distca.sim.padded_batches import (
     PaddedFigures,
@@ -320,10 +326,7 @@ def _table(figures: Mapping[str, Any]) -> str:
     if "images" in figures:
         documents += f" with {counted(figures['images'], 'image')}"
         tokens += f", {counted(figures['patches'], 'patch', 'patches')}"
-    first = (
-        f"{documents}, {tokens}; {counted(figures['ranks'], 'rank')} of "
-        f"{figures['tokens_per_rank']:,} tokens; {figures['profile']}"
-    )
+    first = f"{documents}, {tokens}; {ranks_of_tokens(figures)}; {figures['profile']}"
     simulated = f"simulated in {figures['simulated_in']:.1f} s"
     wrapped_advice = map(wrapped, advice)
     seconds = meaning_of_seconds(figures["strategies"][0])

@@ -19,6 +19,7 @@ from torch.utils.data import Dataset, IterableDataset
 from tqdm.auto import tqdm
 
 from hf_distca.batches.limits import IGNORED_TARGET, NO_LIMITS, Limits
+from hf_distca.checks.capacity_rules import Capacity
 from hf_distca.checks.data_rules import Data
 from hf_distca.checks.refusal import given_as
 from hf_distca.plan.arrays import IntArray, Table
@@ -414,7 +415,7 @@ def check_targets(
         if np.any(targets[start:targets_stop] != IGNORED_TARGET):
             return
     longest = int((spans["stop"] - spans["start"]).max(initial=0))
-    refusal = Data.TARGETS_CUT if is_cut else Data.NO_TARGETS
+    refusal = Capacity.TARGETS_CUT if is_cut else Data.NO_TARGETS
     if longest == 1:
         refusal = Data.SINGLE_TOKENS
     documents = len(np.unique(spans["document"]))

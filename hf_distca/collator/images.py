@@ -14,6 +14,7 @@ from torch.utils.data import Dataset
 
 from hf_distca.batches.images import ImageFigures, ImageModel, Modality
 from hf_distca.batches.limits import NO_LIMITS, Limits
+from hf_distca.checks.capacity_rules import Capacity
 from hf_distca.checks.data_rules import Data
 from hf_distca.collator.documents import Columns, check_dataset, is_stored, token_document
 from hf_distca.collator.picture_sizes import collator_of_sizes, with_blank_pictures
@@ -100,7 +101,7 @@ class DocumentImages:
         is_cut = spans["stop"] - spans["start"] < lengths[spans["document"]]
         cut = np.intersect1d(spans["document"][is_cut], self.documents)
         for document in cut[:1].tolist():
-            raise Data.CUT_IMAGES.error(
+            raise Capacity.CUT_IMAGES.error(
                 name=f"document {document} of {name}",
                 length=int(lengths[document]),
                 limit=limit,

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from hf_distca.checks.data_rules import A_RANK
+from hf_distca.checks.capacity_rules import A_RANK
 from hf_distca.collator.sampler import GlobalBatchSampler, fit_documents
 from hf_distca.plan.arrays import IntArray
 from hf_distca.planner.settings import PlanSettings

@@ -8,7 +8,7 @@ import numpy as np
 from torch.utils.data import Sampler
 
 from hf_distca.batches.limits import NO_LIMITS, Limits
-from hf_distca.checks.data_rules import A_RANK, Data
+from hf_distca.checks.capacity_rules import A_RANK, Capacity
 from hf_distca.collator.dataset_prefixes import DatasetPrefixes
 from hf_distca.collator.documents import A_DATASET
 from hf_distca.plan.arrays import IntArray, Table
@@ -60,7 +60,7 @@ def fit_documents(
         limit_name = "the positions of the model"
     too_long = lengths[lengths > limit]
     if len(too_long) and policy == "error":
-        refusal = Data.LONG_WHOLE if limit_name == A_RANK else Data.LONG
+        refusal = Capacity.LONG_WHOLE if limit_name == A_RANK else Capacity.LONG
         raise refusal.error(
             name=name,
             limit_name=limit_name,
@@ -141,7 +141,7 @@ class GlobalBatchSampler(Sampler[list[GlobalMicroBatch]]):
     ):
         lengths: IntArray = spans["stop"] - spans["start"]
         if len(spans) == 0 or lengths.max() > capacity:
-            raise Data.NOT_FITTED.error(
+            raise Capacity.NOT_FITTED.error(
                 documents=len(spans), longest=lengths.max(initial=0), capacity=capacity
             )
         self.spans = spans

@@ -13,7 +13,7 @@ from datasets.fingerprint import Hasher
 from torch.utils.data import IterableDataset, get_worker_info
 
 from hf_distca.batches.limits import NO_LIMITS, Limits
-from hf_distca.checks.data_rules import A_RANK, Data
+from hf_distca.checks.capacity_rules import A_RANK, Capacity
 from hf_distca.collator.collation import rows_batch, span_rows
 from hf_distca.collator.documents import ANY_COLUMNS, Columns, token_document
 from hf_distca.collator.texts import TextStream
@@ -157,7 +157,7 @@ class StreamPacker(IterableDataset[dict[str, Any]]):
             end = document.shape[1]
             if end > limit and self.long_documents == "error":
                 self.limits.check_length(end, name)
-                raise Data.LONG_IN_STREAM.error(name=name, length=end, limit=limit)
+                raise Capacity.LONG_IN_STREAM.error(name=name, length=end, limit=limit)
             if end > limit and self.long_documents == "truncate":
                 truncated_documents += 1
                 dropped_tokens += end - limit

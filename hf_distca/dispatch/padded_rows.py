@@ -22,6 +22,7 @@ from torch import Tensor
 from hf_distca.batches.images import ImageModel
 from hf_distca.batches.limits import Limits
 from hf_distca.checks.batch_rules import Batch
+from hf_distca.checks.capacity_rules import Capacity
 from hf_distca.dispatch.bound import BoundPlan
 from hf_distca.dispatch.dispatcher import Dispatcher
 from hf_distca.dispatch.padded_images import PaddedImages
@@ -463,7 +464,7 @@ class PaddedBatches:
             ValueError: It must be one micro-batch and is not; on every rank.
         """
         if self._at_once is not None and len(packed.micro_batches) > 1:
-            raise Batch.SEVERAL_MICRO_BATCHES.error(
+            raise Capacity.SEVERAL_MICRO_BATCHES.error(
                 tokens=packed.most_rows,
                 limit=self.dispatcher.settings_of_pod.capacity,
                 **self._at_once._asdict(),

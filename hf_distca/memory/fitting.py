@@ -18,9 +18,9 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from hf_distca.checks.argument_rules import liger_replaces_mlps
+from hf_distca.checks.capacity_rules import BEYOND_DEVICE, Capacity
 from hf_distca.checks.refusal import RefusedError
 from hf_distca.checks.run_rules import Run
-from hf_distca.checks.setting_names import CHECKPOINTING
 from hf_distca.config import DistCAConfig
 from hf_distca.dispatch.dispatcher import Dispatcher
 from hf_distca.dispatch.host_copies import CHUNK_BYTES, ActivationOffload, HostMemory
@@ -173,16 +173,13 @@ def raised_in(error: BaseException) -> str:
 def warn_of_memory(counted: CountedMemory, offloaded: int) -> None:
     """Warn if training does not fit, with so many bytes of checkpoints on the host."""
     if counted.excess > offloaded:
-        logger.warning(
-            "tokens_per_rank=%s will not fit: a document that fills all ranks needs %.1f GB on a "
-            f"device of %.1f GB (%s). Lower tokens_per_rank, set {CHECKPOINTING}=True, or train "
-            "under FSDP2 or ZeRO-3; `hf-distca plan --device-memory` shows the most tokens that "
-            "fit",
-            counted.rows_per_rank,
-            (counted.total - offloaded) / GB,
-            counted.memory / GB,
-            counted.listed,
+        warning = BEYOND_DEVICE.format(
+            rows=counted.rows_per_rank,
+            needed=(counted.total - offloaded) / GB,
+            memory=counted.memory / GB,
+            parts=counted.listed,
         )
+        logger.warning(warning)
 
 
 # Checkpoints of layers on the host
@@ -278,7 +275,7 @@ def chosen_layers(needs_of_ranks: list[RankNeeds], possible: int, setting: bool 
         fitting = available // layer_of_ranks
         if fitting >= layers:
             continue
-        error = Run.HOST_MEMORY.error(
+        error = Capacity.HOST_MEMORY.error(
             layers=layers,
             host=host,
             needed=f"{layers * layer_of_ranks / GB:.1f}",

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from hf_distca.checks.plan_rules import Plans
+from hf_distca.checks.capacity_rules import Capacity
 from hf_distca.plan.arrays import FloatArray, IntArray
 from hf_distca.plan.cost import as_lengths
 from hf_distca.units import counted
@@ -323,12 +323,12 @@ def whole_documents(lengths: IntArray, ranks: int, rows_per_rank: int) -> list[I
     lengths = as_lengths(lengths)
     if len(lengths) and int(lengths.max()) > rows_per_rank:
         document = int(lengths.argmax())
-        raise Plans.DOCUMENT_BEYOND_RANK.error(
+        raise Capacity.DOCUMENT_BEYOND_RANK.error(
             document=document, tokens=lengths[document], rows=rows_per_rank
         )
     rank_of_document = ranks_of_whole(lengths, ranks, rows_per_rank)
     if rank_of_document is None:
-        raise Plans.ONLY_CUT.error(
+        raise Capacity.ONLY_CUT.error(
             documents=counted(len(lengths), "document"),
             tokens=counted(int(lengths.sum()), "token"),
             ranks=counted(ranks, "rank"),

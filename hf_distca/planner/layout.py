@@ -6,7 +6,7 @@ from itertools import chain
 
 import numpy as np
 
-from hf_distca.checks.plan_rules import Plans
+from hf_distca.checks.capacity_rules import Capacity
 from hf_distca.plan import SEGMENT, AttentionKind, Branches, Layout
 from hf_distca.plan.arrays import IntArray, Table
 from hf_distca.plan.cost import as_lengths
@@ -68,7 +68,7 @@ def check_capacity(lengths: IntArray, ranks: int, rows_per_rank: int) -> None:
     """Raise ValueError unless `ranks` ranks of `rows_per_rank` rows can hold the documents."""
     total = int(lengths.sum())
     if total > ranks * rows_per_rank:
-        raise Plans.DOCUMENTS_BEYOND_RANKS.error(
+        raise Capacity.DOCUMENTS_BEYOND_RANKS.error(
             documents=counted(len(lengths), "document"),
             tokens=counted(total, "token"),
             ranks=counted(ranks, "rank"),

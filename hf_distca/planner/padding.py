@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from hf_distca.checks.batch_rules import Batch
+from hf_distca.checks.capacity_rules import Capacity
 from hf_distca.plan.arrays import IntArray, Table
 from hf_distca.planner.given_images import GivenImages, plan_given_images
 from hf_distca.planner.prefixes import Hashes, SequencePaths, share_prefixes
@@ -202,7 +202,7 @@ def _given(
     stay_whole = settings.document_layout == "whole"
     capacity = settings.document_capacity
     if len(lengths) and lengths.max() > capacity:
-        raise Batch.LONG_SEQUENCE.error(
+        raise Capacity.LONG_SEQUENCE.error(
             length=lengths.max(),
             limit=capacity,
             where="one rank" if stay_whole else ranks,

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from hf_distca.checks.capacity_rules import CUT_IN_SIMULATION
 from hf_distca.plan import MicroBatchPlan
 from hf_distca.plan.arrays import FloatArray, IntArray
 from hf_distca.plan.cost import pairs
@@ -17,6 +18,7 @@ from hf_distca.run import RunSpec
 from hf_distca.sim.encoders import SimulatedImages, with_encoders
 from hf_distca.sim.lengths import histogram
 from hf_distca.sim.strategies import CHOSEN, PLAIN, StepTime, Strategy, all_strategies
+from hf_distca.units import counted
 
 NOT_WORTH = 1.02
 """Least speed-up that counts as a gain; runs differ by as much."""
@@ -27,13 +29,6 @@ DRAWN_FOR_RANKS = (
     "them here: full ones would wait for exchanges."
 )
 """Advice where micro-batches are not full."""
-TOO_LONG = (
-    "{count:,} of {documents:,} documents {are} longer than the {tokens:,} tokens that all ranks "
-    "hold; the longest has {longest:,}. Here they are cut to {tokens:,}. Training refuses them by "
-    "default: raise tokens_per_rank or the number of ranks, or set long_documents to 'split' or "
-    "'truncate'."
-)
-"""Advice where documents are longer than a micro-batch."""
 Memory = Callable[[Strategy, int, MicroBatchPlan | None, int], tuple[int | None, int | None]]
 """Function that returns a GPU's bytes for rows (None if unknown) and for model state.
 
@@ -158,6 +153,12 @@ class Gain:
     speed_up: float  # of all micro-batches together
     least: float  # of a single micro-batch
     most: float
+
+
+def ranks_of_tokens(figures: Mapping[str, Any]) -> str:
+    """Return how many ranks there are, and how many tokens each may hold, as words."""
+    ranks = counted(figures["ranks"], "rank")
+    return f"{ranks} of at most {figures['tokens_per_rank']:,} tokens"
 
 
 @dataclass(frozen=True)
@@ -405,7 +406,7 @@ def _best_planned(strategies: Mapping[str, StrategyFigures]) -> StrategyFigures:
 def too_long_advice(lengths: IntArray, capacity: int) -> str:
     """Return the advice on documents that are longer than all ranks hold."""
     count = int((lengths > capacity).sum())
-    return TOO_LONG.format(
+    return CUT_IN_SIMULATION.format(
         count=count,
         are="is" if count == 1 else "are",
         documents=len(lengths),

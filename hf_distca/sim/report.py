@@ -6,7 +6,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from hf_distca.sim.compare import columns_of, meaning_of_seconds, parts_of_step
+from hf_distca.sim.compare import columns_of, meaning_of_seconds, parts_of_step, ranks_of_tokens
 from hf_distca.sim.drawing import (
     Drawing,
     lengths_picture,
@@ -234,8 +234,7 @@ def simulation_report(figures: Mapping[str, Any]) -> str:
         "simulated.",
         f"{counted(setting['batches'], 'micro-batch', 'micro-batches')} of {setting['lengths']}: "
         f"{counted(figures['documents'], 'document')}, {counted(figures['tokens'], 'token')}. "
-        f"{counted(figures['ranks'], 'rank')} of {figures['tokens_per_rank']:,} tokens; "
-        f"{setting['model']}; "
+        f"{ranks_of_tokens(figures)}; {setting['model']}; "
         f"{figures['profile']}. {meaning_of_sizes(best)}",
         [
             advice,
@@ -400,7 +399,7 @@ def plan_report(figures: Mapping[str, Any], memory: Mapping[str, Sequence[str]])
         "everything here is counted from the plan of one micro-batch.",
         f"{counted(sum(length_bin['documents'] for length_bin in bins), 'document')}, "
         f"{counted(sum(length_bin['tokens'] for length_bin in bins), 'token')}; "
-        f"{counted(setting['ranks'], 'rank')} of at most {setting['tokens_per_rank']:,} tokens.",
+        f"{ranks_of_tokens(setting)}.",
         [
             _lengths(bins),
             *cut_sections,

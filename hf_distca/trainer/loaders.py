@@ -15,7 +15,8 @@ from torch.utils.data import DataLoader
 from tqdm.auto import tqdm
 from transformers.trainer_utils import seed_worker
 
-from hf_distca.checks.data_rules import A_RANK, ALL_RANKS, Data
+from hf_distca.checks.capacity_rules import A_RANK, ALL_RANKS
+from hf_distca.checks.data_rules import Data
 from hf_distca.collator.collation import DistCACollator, RankDocuments
 from hf_distca.collator.dataset_prefixes import (
     DatasetPrefixes,

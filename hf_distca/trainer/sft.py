@@ -41,8 +41,7 @@ class DistCASFTConfig(DistCAArguments, SFTConfig):
     max_length: int | None = setting(
         None,
         "TRL cuts documents to this many tokens when it prepares the data. None keeps documents "
-        "whole; long_documents then decides about documents of more than ranks * tokens_per_rank "
-        "tokens.",
+        "whole; long_documents then decides about documents of more tokens than all ranks hold.",
     )
 
 

@@ -393,7 +393,7 @@ def test_memory_of_a_model(command, figures, tmp_path):
     assert planned["exchange_buffers"] == checkpointed["parts"]["exchange buffers"] > 0
     assert plain["total"] == sum(plain["parts"].values()) + 20 * parameters
     assert checkpointed["total"] < plain["total"] < 10**8
-    assert 2048 < plain["longest_tokens_per_rank"] < checkpointed["longest_tokens_per_rank"]
+    assert 2048 < plain["longest_rows"] < checkpointed["longest_rows"]
     shown = memory_table(memory_rows(memory, 0.04))
     expected = [
         "memory of a rank, GB",

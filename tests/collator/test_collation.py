@@ -17,6 +17,7 @@ from transformers import DataCollatorWithFlattening
 from hf_distca.batches.limits import Limits
 from hf_distca.batches.packed import batch_document_lengths, checked_document_lengths
 from hf_distca.checks.batch_rules import Batch
+from hf_distca.checks.capacity_rules import Capacity
 from hf_distca.checks.data_rules import Data
 from hf_distca.collator import collation
 from hf_distca.collator.collation import DistCACollator, RankDocuments, span_rows
@@ -329,7 +330,10 @@ def test_streams_beyond_the_tables_of_a_model():
 
 def test_faulty_streams():
     with refused(
-        Data.LONG_IN_STREAM, name="document 1 of rank 0's share of the stream", length=7, limit=6
+        Capacity.LONG_IN_STREAM,
+        name="document 1 of rank 0's share of the stream",
+        length=7,
+        limit=6,
     ):
         list(StreamPacker([{"input_ids": [1]}, {"input_ids": [1] * 7}], 1, 0, 6))
     with refused(Data.EMPTY_DOCUMENT, name="document 1 of rank 0's share of the stream"):

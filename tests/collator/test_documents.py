@@ -8,6 +8,7 @@ import pytest
 
 from hf_distca.batches.limits import NO_LIMITS, Limits
 from hf_distca.checks.batch_rules import Batch
+from hf_distca.checks.capacity_rules import Capacity
 from hf_distca.checks.data_rules import Data
 from hf_distca.collator.documents import (
     ANY_COLUMNS,
@@ -269,7 +270,7 @@ def test_data_sets_with_a_target(make, columns, limit, policy):
     [
         (ONE_TOKEN, 4, "error", Data.SINGLE_TOKENS),
         ({"input_ids": [[1, 2], [2]], "labels": [[1, -100], [2]]}, 4, "error", Data.NO_TARGETS),
-        (LATE_TARGETS, 3, "truncate", Data.TARGETS_CUT),
+        (LATE_TARGETS, 3, "truncate", Capacity.TARGETS_CUT),
     ],
     ids=["one token each", "first token alone", "late targets cut off"],
 )

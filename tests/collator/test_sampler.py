@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_distca.batches.limits import NO_LIMITS, Limits
-from hf_distca.checks.data_rules import Data
+from hf_distca.checks.capacity_rules import Capacity
 from hf_distca.collator.micro_batch_choice import draws_for_whole_ranks
 from hf_distca.collator.sampler import GlobalBatchSampler, fit_documents
 from hf_distca.collator.summary import documents_summary
@@ -23,7 +23,7 @@ def test_policies_for_long_documents():
     whole = [(0, 0, 3, 3), (1, 0, 9, 9), (2, 0, 4, 4), (3, 0, 5, 5)]
     assert [fit(policy, limit=9) for policy in ("error", "truncate", "split")] == [whole] * 3
     with refused(
-        Data.LONG,
+        Capacity.LONG,
         count=2,
         documents=4,
         limit_name="ranks · tokens_per_rank",

@@ -15,6 +15,7 @@ from typing import Any, get_args
 import hf_distca
 from hf_distca.checks import argument_rules, integration_rules, launch_rules
 from hf_distca.checks.batch_rules import Batch
+from hf_distca.checks.capacity_rules import Capacity
 from hf_distca.checks.data_rules import Data, Source
 from hf_distca.checks.kernel_rules import Kernels
 from hf_distca.checks.model_rules import ADAPTERS, Models
@@ -114,6 +115,7 @@ REFUSALS: dict[str, tuple[Refusal, ...]] = {
     ),
     "Files and names of data": entries(Source),
     "Data": (*entries(Data), *entries(Batch)),
+    "What ranks hold": entries(Capacity),
     "Kernels": entries(Kernels),
     "Plans": entries(Plans),
     "Attention servers": entries(ServerPool),

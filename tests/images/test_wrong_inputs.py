@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 import hf_distca
+from hf_distca.checks.capacity_rules import Capacity
 from hf_distca.checks.data_rules import Data
 from tests.images.families import IMAGE, documents, tiny_model
 from tests.images.pictures import chats, processor
@@ -44,7 +45,7 @@ def test_an_image_that_is_missing(tmp_path):
 @pytest.mark.parametrize("treatment", ["truncate", "split"])
 def test_a_document_with_images_is_not_cut(tmp_path, treatment):
     examples = documents("qwen3_vl", COUNTS, [30, 20, 50])
-    with refused(Data.CUT_IMAGES, name="document 2 of train_dataset", length=50, capacity=40):
+    with refused(Capacity.CUT_IMAGES, name="document 2 of train_dataset", length=50, capacity=40):
         start(tmp_path, examples, tokens_per_rank=40, long_documents=treatment)
 
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from hf_distca import DistCAConfig
+from hf_distca.checks.capacity_rules import Capacity
 from hf_distca.checks.refusal import RefusedError
 from hf_distca.checks.run_rules import Run
 from hf_distca.memory import fitting
@@ -70,7 +71,7 @@ def test_as_many_layers_as_do_not_fit_and_as_the_host_holds(of_ranks, asked, exp
 def test_a_host_with_too_little_memory(caplog):
     of_ranks = 2 * [needs("a", 20 * GB, excess=50 * GB)]
     values = {"layers": 34, "host": "a", "needed": "72.6", "available": "18.0", "ranks": 2}
-    with refused(Run.HOST_MEMORY, **values):
+    with refused(Capacity.HOST_MEMORY, **values):
         chosen_layers(of_ranks, 34, True)
     chosen_layers(of_ranks, 34, "auto")
     (record,) = caplog.records
@@ -105,7 +106,7 @@ def _refused(checkpointing: bool) -> str:
 def test_ranks_refuse_together(rank_pools):
     one, other = rank_pools[2].run(partial(_refused, True))
     assert one == other
-    with refused(Run.HOST_MEMORY, layers=1, ranks=2, needed="0.1", available="0.0"):
+    with refused(Capacity.HOST_MEMORY, layers=1, ranks=2, needed="0.1", available="0.0"):
         raise ValueError(one)
     with refused(Run.NO_CHECKPOINTS):
         raise ValueError(_refused(False))

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_distca.checks.batch_rules import Batch
+from hf_distca.checks.capacity_rules import Capacity
 from hf_distca.plan import AttentionKind, Branches
 from hf_distca.planner.given_images import GivenImages
 from hf_distca.planner.images import IMAGE, PLACEHOLDERS
@@ -288,7 +288,7 @@ def test_padded_batches_stay_in_their_pods(lengths_of_ranks, launch):
 
 
 def test_a_sequence_beyond_its_pod_is_refused():
-    with refused(Batch.LONG_SEQUENCE, length=17, limit=16, where=A_POD):
+    with refused(Capacity.LONG_SEQUENCE, length=17, limit=16, where=A_POD):
         pod_needs([[17], [3]], settings_of(2, 8))
 
 

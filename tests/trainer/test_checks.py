@@ -10,6 +10,7 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM, TrainerCallback
 
 from hf_distca.checks.batch_rules import Batch
+from hf_distca.checks.capacity_rules import Capacity
 from hf_distca.checks.data_rules import Data
 from hf_distca.checks.run_rules import Run
 from tests.models_and_batches import small_model
@@ -49,7 +50,7 @@ def trainer_of(
 
 LONG = {"input_ids": [3] * 161, "labels": [3] * 161}
 FAULTS = [
-    (Data.LONG, LONG, {"longest": 4, "length": 161}),
+    (Capacity.LONG, LONG, {"longest": 4, "length": 161}),
     (Data.LABELS, {"input_ids": [3, 4], "labels": [3]}, {"labels": 1}),
     (Data.EMPTY_DOCUMENT, {"input_ids": [], "labels": []}, {}),
     (Batch.TOKEN_ID, TOKEN, {"token": 64, "at": " at position 1", "last": 63}),
@@ -61,10 +62,12 @@ FAULTS = [
 def test_evaluation_data_is_checked_before_the_first_step(tmp_path, entry, row, values):
     for make in (stored, list):
         own = make([*GOOD, row])
-        named = "eval_dataset['own']" if entry is Data.LONG else "document 4 of eval_dataset['own']"
+        named = (
+            "eval_dataset['own']" if entry is Capacity.LONG else "document 4 of eval_dataset['own']"
+        )
         with refused(entry, name=named, **values):
             trainer_of(tmp_path, stored(GOOD), {"good": stored(GOOD), "own": own}).train()
-    entry = Data.LONG_IN_STREAM if entry is Data.LONG else entry
+    entry = Capacity.LONG_IN_STREAM if entry is Capacity.LONG else entry
     with refused(entry, name="document 4 of rank 0's share of eval_dataset"):
         trainer_of(tmp_path, stored(GOOD), streamed([*GOOD, row])).train()
 

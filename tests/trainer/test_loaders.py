@@ -20,7 +20,7 @@ from transformers import TrainerCallback
 
 from hf_distca.batches.limits import NO_LIMITS
 from hf_distca.batches.packed import batch_document_lengths
-from hf_distca.checks.data_rules import Data
+from hf_distca.checks.capacity_rules import Capacity
 from hf_distca.collator.documents import is_stream
 from hf_distca.collator.padding_free import CollatorWithLengths, lengths_read_on_host
 from hf_distca.dispatch import dispatcher
@@ -99,7 +99,7 @@ def test_documents_that_stay_whole_fill_ranks_and_not_their_sum(
     assert len(loaders.loader(documents, shuffle=False)) == micro_batches
     assert len(loaders.loader(documents, shuffle=False, capacity=16, bins=1)) == 1
     assert len(loaders.loader(documents, shuffle=False, capacity=16, bins=2)) == 2
-    entry = Data.LONG_WHOLE if layout == "whole" else Data.LONG
+    entry = Capacity.LONG_WHOLE if layout == "whole" else Capacity.LONG
     with refused(entry, limit_name=limit_name, limit=limit, length=limit + 1):
         loaders.loader([{"input_ids": [0] * (limit + 1)}], shuffle=False)
 

@@ -880,7 +880,7 @@ def convergence() -> Rows:
 def tasks() -> Rows:
     yield (
         *("task", "length", "chance", "stock", "planned"),
-        *("difference", "its standard error", "two seeds differ by"),
+        *("difference", "its standard error", "five seeds lie within"),
     )
     for row in result("tasks")["rows"]:
         of_seeds = max(max(shares) - min(shares) for shares in row["seeds"].values())

@@ -4,6 +4,7 @@ Every sequence is divided into blocks of tokens, and each block has a chained ha
 all tokens up to the block's end. So equal hashes mean equal tokens from the first one on.
 """
 
+from collections import Counter
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -84,10 +85,12 @@ def share_prefixes(
         hashes: of each sequence, see `hashes_of`.
         most_rows: most rows of a tree; larger trees are divided at their roots.
     """
+    sequences_with = Counter(blocks[0] for blocks in hashes)  # by their first block
     followers: dict[Hashable, set[Hashable]] = {}  # of each block, the blocks that follow it
     for blocks in hashes:
-        for block, following in pairwise(blocks):
-            followers.setdefault(block, set()).add(following)
+        if sequences_with[blocks[0]] > 1:
+            for block, following in pairwise(blocks):
+                followers.setdefault(block, set()).add(following)
 
     # A block begins a document if it is the first of a sequence, or if several blocks follow the
     # block before it. Other blocks continue the document of the block before them.
@@ -98,6 +101,13 @@ def share_prefixes(
     owners: list[int] = []
     ends: list[int] = []
     for sequence, (length, blocks) in enumerate(zip(lengths, hashes, strict=True)):
+        if sequences_with[blocks[0]] == 1:  # it shares nothing
+            ends.append(len(stops))
+            stops.append(length)
+            starts.append(0)
+            parents.append(-1)
+            owners.append(sequence)
+            continue
         before = None
         last = len(blocks) - 1
         for number, block in enumerate(blocks):

@@ -28,29 +28,31 @@ if TYPE_CHECKING:
     from hf_distca.trainer.arguments import DistCATrainingArguments as DistCATrainingArguments
     from hf_distca.trainer.assembly import make_dispatcher as make_dispatcher
     from hf_distca.trainer.assembly import pack_padded as pack_padded
-    from hf_distca.trainer.async_grpo import DistCAAsyncGRPOConfig as DistCAAsyncGRPOConfig
-    from hf_distca.trainer.async_grpo import DistCAAsyncGRPOTrainer as DistCAAsyncGRPOTrainer
-    from hf_distca.trainer.distillation import DistCADistillationConfig as DistCADistillationConfig
-    from hf_distca.trainer.distillation import (
-        DistCADistillationTrainer as DistCADistillationTrainer,
-    )
-    from hf_distca.trainer.gkd import DistCAGKDConfig as DistCAGKDConfig
-    from hf_distca.trainer.gkd import DistCAGKDTrainer as DistCAGKDTrainer
     from hf_distca.trainer.padded import DistCAPaddedMixin as DistCAPaddedMixin
-    from hf_distca.trainer.preference import DistCADPOConfig as DistCADPOConfig
-    from hf_distca.trainer.preference import DistCADPOTrainer as DistCADPOTrainer
-    from hf_distca.trainer.preference import DistCAGRPOConfig as DistCAGRPOConfig
-    from hf_distca.trainer.preference import DistCAGRPOTrainer as DistCAGRPOTrainer
-    from hf_distca.trainer.preference import DistCAKTOConfig as DistCAKTOConfig
-    from hf_distca.trainer.preference import DistCAKTOTrainer as DistCAKTOTrainer
-    from hf_distca.trainer.preference import DistCARewardConfig as DistCARewardConfig
-    from hf_distca.trainer.preference import DistCARewardTrainer as DistCARewardTrainer
-    from hf_distca.trainer.preference import DistCARLOOConfig as DistCARLOOConfig
-    from hf_distca.trainer.preference import DistCARLOOTrainer as DistCARLOOTrainer
-    from hf_distca.trainer.sft import DistCASFTConfig as DistCASFTConfig
-    from hf_distca.trainer.sft import DistCASFTTrainer as DistCASFTTrainer
     from hf_distca.trainer.trainer import DistCAMixin as DistCAMixin
     from hf_distca.trainer.trainer import DistCATrainer as DistCATrainer
+    from hf_distca.trainer.trl.async_grpo import DistCAAsyncGRPOConfig as DistCAAsyncGRPOConfig
+    from hf_distca.trainer.trl.async_grpo import DistCAAsyncGRPOTrainer as DistCAAsyncGRPOTrainer
+    from hf_distca.trainer.trl.distillation import (
+        DistCADistillationConfig as DistCADistillationConfig,
+    )
+    from hf_distca.trainer.trl.distillation import (
+        DistCADistillationTrainer as DistCADistillationTrainer,
+    )
+    from hf_distca.trainer.trl.gkd import DistCAGKDConfig as DistCAGKDConfig
+    from hf_distca.trainer.trl.gkd import DistCAGKDTrainer as DistCAGKDTrainer
+    from hf_distca.trainer.trl.preference import DistCADPOConfig as DistCADPOConfig
+    from hf_distca.trainer.trl.preference import DistCADPOTrainer as DistCADPOTrainer
+    from hf_distca.trainer.trl.preference import DistCAGRPOConfig as DistCAGRPOConfig
+    from hf_distca.trainer.trl.preference import DistCAGRPOTrainer as DistCAGRPOTrainer
+    from hf_distca.trainer.trl.preference import DistCAKTOConfig as DistCAKTOConfig
+    from hf_distca.trainer.trl.preference import DistCAKTOTrainer as DistCAKTOTrainer
+    from hf_distca.trainer.trl.preference import DistCARewardConfig as DistCARewardConfig
+    from hf_distca.trainer.trl.preference import DistCARewardTrainer as DistCARewardTrainer
+    from hf_distca.trainer.trl.preference import DistCARLOOConfig as DistCARLOOConfig
+    from hf_distca.trainer.trl.preference import DistCARLOOTrainer as DistCARLOOTrainer
+    from hf_distca.trainer.trl.sft import DistCASFTConfig as DistCASFTConfig
+    from hf_distca.trainer.trl.sft import DistCASFTTrainer as DistCASFTTrainer
 
 # Imported on first use: torch and transformers take seconds, which `hf-distca --help` does not
 # need.
@@ -58,24 +60,24 @@ _MODULES = {
     "CollatorWithLengths": "collator.padding_free",
     "Dispatcher": "dispatch.dispatcher",
     "DistCAArguments": "trainer.arguments",
-    "DistCAAsyncGRPOConfig": "trainer.async_grpo",
-    "DistCAAsyncGRPOTrainer": "trainer.async_grpo",
+    "DistCAAsyncGRPOConfig": "trainer.trl.async_grpo",
+    "DistCAAsyncGRPOTrainer": "trainer.trl.async_grpo",
     "DistCACollator": "collator.collation",
     "DistCAConfig": "config",
     **{
-        f"DistCA{name}{kind}": "trainer.preference"
+        f"DistCA{name}{kind}": "trainer.trl.preference"
         for name in ("DPO", "GRPO", "KTO", "RLOO", "Reward")
         for kind in ("Config", "Trainer")
     },
-    "DistCADistillationConfig": "trainer.distillation",
-    "DistCADistillationTrainer": "trainer.distillation",
-    "DistCAGKDConfig": "trainer.gkd",
-    "DistCAGKDTrainer": "trainer.gkd",
+    "DistCADistillationConfig": "trainer.trl.distillation",
+    "DistCADistillationTrainer": "trainer.trl.distillation",
+    "DistCAGKDConfig": "trainer.trl.gkd",
+    "DistCAGKDTrainer": "trainer.trl.gkd",
     "DistCAMixin": "trainer.trainer",
     "DistCAPaddedArguments": "trainer.arguments",
     "DistCAPaddedMixin": "trainer.padded",
-    "DistCASFTConfig": "trainer.sft",
-    "DistCASFTTrainer": "trainer.sft",
+    "DistCASFTConfig": "trainer.trl.sft",
+    "DistCASFTTrainer": "trainer.trl.sft",
     "DistCATrainer": "trainer.trainer",
     "DistCATrainingArguments": "trainer.arguments",
     "GlobalBatchSampler": "collator.sampler",

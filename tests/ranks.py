@@ -31,7 +31,7 @@ PRELOADED = [
     *("torch", "transformers", "datasets", "deepspeed", "peft"),
     *("trl.trainer.dpo_trainer", "trl.trainer.grpo_trainer", "trl.trainer.sft_trainer"),
     *("hf_distca", "hf_distca.dispatch.dispatcher", "hf_distca.kernels.cpu"),
-    *("hf_distca.pool.server", "hf_distca.trainer.sft", "hf_distca.trainer.preference"),
+    *("hf_distca.pool.server", "hf_distca.trainer.trl.sft", "hf_distca.trainer.trl.preference"),
     *("transformers.models.llama.modeling_llama", "tests.models_and_batches"),
     *("tests.trainer.preferences", "tests.trainer.small_trainers"),
 ]

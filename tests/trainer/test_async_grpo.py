@@ -20,7 +20,7 @@ from trl.experimental.async_grpo.async_grpo_trainer import TokenBudgetBatcher
 from hf_distca.collator.rollouts import fitting_micro_batches
 from hf_distca.planner import prefixes
 from hf_distca.planner.settings import PlanSettings
-from hf_distca.trainer.async_grpo import with_functions
+from hf_distca.trainer.trl.async_grpo import with_functions
 from tests.trainer.comparison import HYBRID
 from tests.trainer.recorded import (
     BLOCK,

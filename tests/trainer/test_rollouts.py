@@ -7,7 +7,7 @@ import torch
 from trl import GRPOTrainer, RLOOTrainer
 
 from hf_distca.planner.prefixes import BLOCK
-from hf_distca.trainer.preference import prompts_of, rearranged, why_shuffled
+from hf_distca.trainer.trl.preference import prompts_of, rearranged, why_shuffled
 
 
 def test_prompts_are_equal_by_their_whole_blocks():

@@ -115,6 +115,6 @@ def test_what_keeps_ranks_busy_without_data_is_not_counted(rank_pools, tmp_path)
 @pytest.mark.parametrize("name", ["DistCASFTTrainer", "DistCASFTConfig"])
 def test_without_trl(monkeypatch, name):
     monkeypatch.setitem(sys.modules, "trl", None)
-    monkeypatch.delitem(sys.modules, "hf_distca.trainer.sft")
+    monkeypatch.delitem(sys.modules, "hf_distca.trainer.trl.sft")
     with pytest.raises(ImportError, match=r"pip install 'hf_distca\[trl\]'"):
         getattr(hf_distca, name)

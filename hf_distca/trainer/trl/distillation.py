@@ -18,7 +18,7 @@ from hf_distca.server_settings import AttentionServers
 from hf_distca.trainer.arguments import DistCAPaddedArguments
 from hf_distca.trainer.assembly import pack_teacher
 from hf_distca.trainer.padded import DistCAPaddedMixin
-from hf_distca.trainer.preference import RolloutMixin
+from hf_distca.trainer.trl.preference import RolloutMixin
 
 try:
     from trl import DistillationConfig, DistillationTrainer

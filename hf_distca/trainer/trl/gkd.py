@@ -17,7 +17,7 @@ from trl.models.utils import _ForwardRedirection
 
 from hf_distca.models.decoder import base_model
 from hf_distca.trainer.arguments import DistCAPaddedArguments
-from hf_distca.trainer.distillation import TeacherMixin
+from hf_distca.trainer.trl.distillation import TeacherMixin
 
 
 @dataclass

@@ -1,0 +1,1 @@
+"""TRL's trainers with planned core attention."""

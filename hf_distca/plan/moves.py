@@ -64,7 +64,7 @@ PARTS = 8
 stay together."""
 _UNLIMITED = 1 << 40
 """Size of a stage that holds everything."""
-_SPREAD = 1.2207440846057596 ** -np.arange(1.0, 4.0)
+_SPREAD = tuple(1.2207440846057596**-power for power in (1, 2, 3))
 """Fractions of sums of their multiples spread evenly between 0 and 1, however many there are: the
 additive recurrence R3 of Roberts, "The Unreasonable Effectiveness of Quasirandom Sequences" (2018),
 with the root of x⁴ = x + 1."""
@@ -391,7 +391,9 @@ class _Paths:
         source, target = ends[:2, begins]
         between = source * (target.max() + 1) + target
         nth = paths - np.searchsorted(between, between)
-        turn = np.stack([source, target, nth], axis=1) @ _SPREAD % 1
+        of_source, of_target, of_nth = _SPREAD
+        # A matrix product would not be rounded alike on all hosts.
+        turn = (source * of_source + target * of_target + nth * of_nth) % 1
         return _Paths(first_hop, forwards, path, place, size, target < ranks, turn)
 
     def in_stages(self, stages: int, part_rows: int) -> tuple[Table, Forwards]:

@@ -289,11 +289,11 @@ def chosen_data_sets() -> Rows:
 
 @table_of(*STEP_TIMES)
 def step_time() -> Rows:
-    yield "ranks", "documents", "best other", "whole documents", "packed in order", "joint layout"
+    yield "ranks", "documents", "best other", "whole documents", "packed in order"
     for name, ranks in STEP_TIMES.items():
         found = result(name)["derived"]
         for mix in dict.fromkeys(key.split(":")[0] for key in found):
-            strategies = ("best other", "whole", "packed", "joint")
+            strategies = ("best other", "whole", "packed")
             ratios = [found.get(f"{mix}: {strategy} / auto") for strategy in strategies]
             yield ranks, mix, *(quartiles(ratio) if ratio else "–" for ratio in ratios)
 

@@ -735,7 +735,8 @@ def checkpointing() -> Rows:
 
 
 @table_of(
-    "memory_loss", "memory_exchange", "long_document", "memory_estimate", "memory_estimate_offload"
+    *("memory_loss", "memory_exchange", "long_document"),
+    *("memory_estimate", "memory_estimate_offload", "memory_images"),
 )
 def memory() -> Rows:
     loss = result("memory_loss")["derived"]
@@ -767,6 +768,11 @@ def memory() -> Rows:
     yield (
         "the same: estimated over copied bytes of host memory",
         _from_to(_of_configurations("memory_estimate_offload", "host_estimated_over_copied")),
+    )
+    images = result("memory_images")["configurations"].values()
+    yield (
+        "training on images, two models, three configurations each: counted over measured memory",
+        _from_to([found["counted_over_measured"] for found in images]),
     )
 
 

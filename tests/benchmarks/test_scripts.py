@@ -322,10 +322,10 @@ def test_right_answers_and_their_differences(script):
     documents = [of([3, 2, 3, 2], [-100, 2, -100, 2]), of([3, 2, 3, 3], [-100, 2, -100, 3])]
     assert tasks.right_answers(RightUpTo(4), documents) == [1.0, 0.5]
     assert tasks.right_answers(RightUpTo(1), documents) == [0.5, 0.5]
-    row = tasks.row_of("needle", 32, {"stock": [[1.0, 0.0]], "planned": [[1.0, 0.5]]})
-    assert (row["stock"], row["planned"], row["difference"]) == (0.5, 0.75, 0.25)
-    assert row["standard error"] == pytest.approx(0.5)
-    assert row["standard error of the difference"] == pytest.approx(0.25)
+    of_seeds = {"stock": [[1.0, 0.0], [1.0, 1.0]], "planned": [[1.0, 0.5], [1.0, 1.0]]}
+    row = tasks.row_of("needle", 32, of_seeds)
+    assert (row["stock"], row["planned"], row["difference"]) == (0.75, 0.875, 0.125)
+    assert row["standard error of the difference"] == pytest.approx(0.125)
 
 
 def test_distances_of_curves_and_steps_alike(script):

@@ -115,8 +115,8 @@ def counted_step(model: PreTrainedModel, bound: BoundPlan, checkpoint: str = "no
 
 # Of one layer and step, forward and backward, on one of 4 ranks. "kernels" are calls of the
 # attention kernel, "exchange" are calls that begin an exchange.
-# K/V rows come in one stage or five, six in all with two nano-batches; on two nodes in two hops
-# each. Local tasks of five stages have six parts, each a kernel call and three sums of gradients.
+# K/V rows come in one stage or four, seven in all with two nano-batches; on two nodes in two hops
+# each, four and six stages.
 BOUNDS = """
 model       layer   layout halves checkpoint    stages launches copies views kernels exchange     KB
 llama       full    auto   1      none          one          17     11    42       5        7  44565
@@ -140,11 +140,11 @@ gemma3_text full    fixed  2      none          one          60     48    68    
 gemma3_text sliding fixed  2      none          one          43     33   174       8       14  11016
 gemma3_text full    auto   2      reentrant     one          53     41    83       8       14  23177
 gemma3_text sliding auto   2      reentrant     one          65     55   188       8       14  20410
-llama       full    auto   1      none          five        126     54   173      34       19 204782
-llama       full    auto   2      none          five        155    104   100      18       29 251910
-gpt_oss     full    auto   1      none          five        191    106   193      36       19 297251
-gpt_oss     sliding auto   1      none          five        124     78   227      13       19 188071
-llama       full    auto   1      none          hops        156     74   203      34       34 204595
+llama       full    auto   1      none          four         73     40    69      11       16 173294
+llama       full    auto   2      none          four        155    104   100      18       29 260116
+gpt_oss     full    auto   1      none          four        103     59    70      11       16 271085
+gpt_oss     sliding auto   1      none          four        124     78   227      13       19 188071
+llama       full    auto   1      none          hops         97     56    93      11       28 176388
 llama       full    auto   2      none          hops        164    111   119      16       44 255884
 """
 ROWS = [line.split() for line in BOUNDS.strip().splitlines()[1:]]

@@ -263,7 +263,7 @@ def test_a_preference_run_that_logged_nothing(capsys, example):
 def test_adapters_without_peft(monkeypatch, capsys, example):
     for trainers in ("sft", "preference"):
         import_module(
-            f"hf_distca.trainer.{trainers}"
+            f"hf_distca.trainer.trl.{trainers}"
         )  # while peft is there, which transformers and TRL import for themselves
     monkeypatch.setitem(sys.modules, "peft", None)
     options = ["--model_name_or_path", "/no", "--use_peft", "--use_cpu", "--output_dir", "/no"]

@@ -21,7 +21,7 @@ from hf_distca.checks.argument_rules import ARGUMENTS
 from hf_distca.dispatch import padded_rows
 from hf_distca.dispatch.process_groups import Groups
 from hf_distca.patches.padded_models import PackedBackbone
-from hf_distca.trainer import preference
+from hf_distca.trainer.trl import preference
 from tests.models_and_batches import exchanging, small_model, with_planning
 from tests.ranks import RankPool
 from tests.refused import refused

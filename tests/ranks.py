@@ -219,9 +219,10 @@ def _become_rank(rank: int, size: int, port: int) -> None:
     with suppress(
         ImportError
     ):  # DeepSpeed would compile for half a minute an operator that only inference uses
+        from deepspeed import ops
         from deepspeed.ops.op_builder.cpu import ShareMemCommBuilder
 
-        ShareMemCommBuilder.is_compatible = lambda *_, **__: False
+        ops.__compatible_ops__[ShareMemCommBuilder.NAME] = False
 
 
 def forkserver() -> Any:

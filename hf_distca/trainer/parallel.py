@@ -168,7 +168,10 @@ def dtype_of_computation(
         return torch.float16
     config = model.config.distributed_config if is_divided_at_load(model) else None
     fsdp_computes_in_bf16 = (
-        config is not None and config.dp_size > 1 and config.fsdp_mixed_precision
+        config is not None
+        # Before transformers 5.23 there are no replicas.
+        and config.fsdp_size * getattr(config, "dp_replicate_size", 1) > 1
+        and config.fsdp_mixed_precision
     )
     if autocast == "bf16" or fsdp_computes_in_bf16:
         return torch.bfloat16

@@ -177,7 +177,7 @@ def test_towers_are_what_text_gives_no_gradient():
 def test_the_dtype_of_computation(argument, precision, sizes, expected):
     args: Any = SimpleNamespace(bf16=argument == "bf16", fp16=argument == "fp16")
     config = SimpleNamespace(
-        distributed_config=SimpleNamespace(dp_size=sizes, fsdp_mixed_precision=True)
+        distributed_config=SimpleNamespace(fsdp_size=sizes, fsdp_mixed_precision=True)
     )
     model: Any = SimpleNamespace(dtype=torch.float32, config=config)
     model.is_distributed_loading_by_transformers = sizes is not None

@@ -10,7 +10,7 @@ of ringmaster. They give every rank its part of rank 0's row, and the number of 
 ranks. DDP averages the gradients. hf_distca and DeepSpeed's Ulysses train as in peers.py.
 
 ringmaster's Ulysses calls FlashAttention for packed documents. Here it calls the CPU kernel of
-hf_distca, as all strategies of peers.py do. On CPUs the rings have a path of their own: it computes
+hf_distca, as all strategies of peers.py do. On CPUs the rings run other code: it computes
 the scores between all documents, and masks them. So their time and memory say nothing about GPUs.
 `imbalance` of a ring counts the pairs of documents: those of the busiest rank over the mean.
 

@@ -95,7 +95,7 @@ class Forwards:
     def of_rank(self, first_hop: Table, rank: int) -> Table:
         """Return the moves from a rank and to a rank, a table of dtype MOVE.
 
-        Their `offset` is that of the first hop.
+        Their `offset` is the one of the move that is forwarded.
         """
         gateway = first_hop["target"][self.move]
         chosen = np.flatnonzero((gateway == rank) | (self.reader == rank))
@@ -141,19 +141,19 @@ def rows_by_stage(first_hop: Table, forwards: Forwards, ranks: int) -> IntArray:
     rows = row_counts(first_hop)
     # A rank in a stage is counted at stage · ranks + rank.
     place = first_hop["stage"] * ranks
-    to_rank = np.flatnonzero(first_hop["target"] < ranks)
+    between_ranks = first_hop["target"] < ranks
+
+    def counted(rank_of_moves: IntArray, rows_of_moves: IntArray) -> IntArray:
+        places = (place + rank_of_moves)[between_ranks]
+        return np.bincount(places, rows_of_moves[between_ranks], stages * ranks).astype(np.int64)
+
     forwarded = np.bincount(forwards.move, minlength=len(first_hop)) * rows  # by the gateways
-    sent, received = np.zeros((2, stages * ranks))
-    for counts, places, rows_there in (
-        (sent, place + first_hop["source"], rows),
-        (sent, place + first_hop["target"], forwarded),
-        (received, place + first_hop["target"], rows),
-    ):
-        counts += np.bincount(places[to_rank], rows_there[to_rank], stages * ranks)
     place_of_reader = place[forwards.move] + forwards.reader
-    received += np.bincount(place_of_reader, rows[forwards.move], stages * ranks)
-    by_stage = np.stack([sent.reshape(stages, ranks), received.reshape(stages, ranks)], axis=1)
-    return by_stage.astype(np.int64)
+    sent = counted(first_hop["source"], rows) + counted(first_hop["target"], forwarded)
+    received = counted(first_hop["target"], rows)
+    rows_of_readers = np.bincount(place_of_reader, rows[forwards.move], stages * ranks)
+    received += rows_of_readers.astype(np.int64)
+    return np.stack([sent.reshape(stages, ranks), received.reshape(stages, ranks)], axis=1)
 
 
 def _moves_from_segments(rows: Table, segments: Table) -> tuple[Table, Table]:
@@ -363,7 +363,7 @@ class _Paths:
     @staticmethod
     def build(first_hop: Table, forwards: Forwards, ranks: int) -> "_Paths":
         """Sort the moves of the first hop by path."""
-        readers = _sets_of_readers(len(first_hop), forwards)
+        readers = _sets_rows_of_readers(len(first_hop), forwards)
         keys = (
             first_hop["start"],
             first_hop["document"],
@@ -391,9 +391,9 @@ class _Paths:
         source, target = ends[:2, begins]
         between = source * (target.max() + 1) + target
         nth = paths - np.searchsorted(between, between)
-        of_source, of_target, of_nth = _SPREAD
+        source_factor, target_factor, path_factor = _SPREAD
         # A matrix product would not be rounded alike on all hosts.
-        turn = (source * of_source + target * of_target + nth * of_nth) % 1
+        turn = (source * source_factor + target * target_factor + nth * path_factor) % 1
         return _Paths(first_hop, forwards, path, place, size, target < ranks, turn)
 
     def in_stages(self, stages: int, part_rows: int) -> tuple[Table, Forwards]:
@@ -430,7 +430,7 @@ class _Paths:
         return first_hop, Forwards(expand(first_part[self.forwards.move], counts), reader)
 
 
-def _sets_of_readers(moves: int, forwards: Forwards) -> IntArray:
+def _sets_rows_of_readers(moves: int, forwards: Forwards) -> IntArray:
     """Return [moves] the set of ranks to which each move is forwarded, as bits of a number.
 
     In nodes of more than _RANKS_AS_BITS ranks two sets may have one number. Then rows of both are

@@ -298,7 +298,7 @@ def _exchanged(
     """Return the rows of an exchange that one worker sends and receives.
 
     Args:
-        moves: those of the worker.
+        moves: from the worker and to the worker.
         arrivals: received rows, of which the worker forwards some; None if it sends local rows.
     """
     outgoing = _ordered(moves.compress(moves["source"] == rank), "target")

@@ -160,9 +160,9 @@ def shown(steps: Sequence[RankStep]) -> tuple[list[RankStep], str]:
     ranks = counted(len(steps), "rank")
     if len(steps) <= MOST_SHOWN:
         return list(steps), ranks
-    by_waits = sorted(steps, key=lambda step: step.totals()["waits"])
+    steps_by_waits = sorted(steps, key=lambda step: step.totals()["waits"])
     half = MOST_SHOWN // 2
-    chosen = {step.rank for step in (*by_waits[:half], *by_waits[-half:])}
+    chosen = {step.rank for step in (*steps_by_waits[:half], *steps_by_waits[-half:])}
     words = f"{ranks}; shown are {half} that wait the least and {half} that wait the most"
     return [step for step in steps if step.rank in chosen], words
 

@@ -32,7 +32,7 @@ from hf_distca.models.model_facts import (
     transposed_adapters,
 )
 from hf_distca.models.tensor_parallel import is_divided_at_load
-from hf_distca.trainer.parallel import DDP, asked_for, launched_processes
+from hf_distca.trainer.parallel import DDP, asked_for, launched_processes, replicas_of
 
 SUMMED_GRADIENTS = "replicated_with_grad_allreduce"
 """Name in transformers for modules that stay whole inside divided attention, such as norms of Q and
@@ -184,7 +184,7 @@ def _facts_of_model(trainer: Any) -> dict[str, Any]:
         "is_adapted": is_adapted,
         "is_divided": is_divided,
         "pp_size": getattr(sizes, "pp_size", 1),
-        "replicas": getattr(sizes, "dp_replicate_size", 1),
+        "replicas": replicas_of(sizes),
         "sums_gradients": SUMMED_GRADIENTS in (getattr(model, "tp_plan", None) or {}).values(),
         "towers": ", ".join(trained_towers(base)) if is_in_ddp else "",
         "tied": tied_in(base, "ModulesToSaveWrapper") if is_fsdp2 else [],

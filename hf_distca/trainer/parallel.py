@@ -155,6 +155,12 @@ def data_parallel_mesh(accelerator: Accelerator) -> DeviceMesh | None:
     return init_device_mesh(mesh.device_type, (1, mesh.size()), mesh_dim_names=("dp", "tp"))["dp"]
 
 
+def replicas_of(config: Any) -> int:
+    """Return the replicas of a `DistributedConfig`; before transformers 5.23 it has none."""
+    replicas: int = getattr(config, "dp_replicate_size", 1)
+    return replicas
+
+
 def dtype_of_computation(
     model: PreTrainedModel, args: TrainingArguments, accelerator: Accelerator
 ) -> torch.dtype:
@@ -169,8 +175,7 @@ def dtype_of_computation(
     config = model.config.distributed_config if is_divided_at_load(model) else None
     fsdp_computes_in_bf16 = (
         config is not None
-        # Before transformers 5.23 there are no replicas.
-        and config.fsdp_size * getattr(config, "dp_replicate_size", 1) > 1
+        and config.fsdp_size * replicas_of(config) > 1
         and config.fsdp_mixed_precision
     )
     if autocast == "bf16" or fsdp_computes_in_bf16:

@@ -203,7 +203,7 @@ class DistCAConfig:
 
         Args:
             ranks: number of ranks that train together.
-            ranks_per_node: meaning of "auto", see `dispatch.process_groups.ranks_per_node`; 1
+            ranks_per_node: meaning of "auto", see `dispatch.world.World.ranks_per_node`; 1
                 without a launch.
         """
         if self.ranks_per_node != AUTO:

@@ -45,6 +45,9 @@ class RunSpec:
         offload: Whether activation checkpoints go to the host.
         device_memory: Bytes of the smallest GPU; None on CPUs.
         forward_only: No backward follows, as where log-probabilities of a reference are computed.
+        share_prefixes: Whether equal prefixes are computed once where that changes no result.
+        has_remote_workers: Whether workers that hold no rows may join and leave. Every plan is
+            balanced again for those that are present, and is not chosen by costs.
     """
 
     plans: PlanSettings
@@ -62,6 +65,8 @@ class RunSpec:
     offload: bool = False
     device_memory: int | None = None
     forward_only: bool = False
+    share_prefixes: bool = False
+    has_remote_workers: bool = False
 
     @classmethod
     def of(
@@ -80,8 +85,13 @@ class RunSpec:
 
         Args:
             ranks_per_node: ranks of each node of the launch, used where the settings say "auto".
+            profile: costs of the device; None takes those that the settings name, if any.
             planning: what else is known of plans, as fields of PlanSettings.
             facts: further fields of RunSpec.
+
+        Raises:
+            ValueError: the nodes do not add up to the ranks, or no device profile has the name that
+                the settings give.
         """
         plans = PlanSettings(
             **{
@@ -93,8 +103,12 @@ class RunSpec:
         settings = {
             "mlp_chunk_rows": 0 if config.mlp_chunk_rows == AUTO else config.mlp_chunk_rows,
             "loss_chunk_bytes": config.loss_chunk_bytes,
+            "share_prefixes": config.share_prefixes,
+            "has_remote_workers": config.remote_workers,
         }
         run = cls(plans, model, tensor_parallel=tensor_parallel, **{**settings, **facts})
+        if profile is None and config.device_profile is not None:
+            profile = DeviceProfile.load(config.device_profile)
         return run if profile is None else run.with_profile(profile)
 
     def with_profile(self, profile: DeviceProfile) -> "RunSpec":
@@ -103,7 +117,7 @@ class RunSpec:
         One rank has nothing to choose.
         """
         run = replace(self, profile=profile)
-        if self.plans.ranks == 1:
+        if self.plans.ranks == 1 or self.has_remote_workers:
             return run
         return replace(run, plans=replace(self.plans, costs=run.costs))
 

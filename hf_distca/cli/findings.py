@@ -22,7 +22,7 @@ from packaging.utils import canonicalize_name
 from hf_distca.cli.ranks import connect, device_of_rank
 from hf_distca.collator.forking import FORK_HANGS, fork_can_hang
 from hf_distca.dispatch.peers import PeerExchanges
-from hf_distca.dispatch.process_groups import ranks_per_node
+from hf_distca.dispatch.world import World
 from hf_distca.kernels import choose_kernel
 from hf_distca.models import fla
 from hf_distca.plan.nodes import node_sizes, nodes_of
@@ -364,7 +364,7 @@ def check_all(*, timeout: float, as_json: bool) -> int:
     try:
         with terminal_status("Connecting ranks"):
             groups = connect(device, timeout)
-            ranks_of_nodes = ranks_per_node(None, timeout)
+            ranks_of_nodes = World(timeout).ranks_per_node()
     except (RuntimeError, ValueError) as error:
         findings.append(Finding("connection", str(error), CONNECT, needed=True))
         groups = None

@@ -70,7 +70,7 @@ def run(options: argparse.Namespace) -> None:
 
         from hf_distca.cli.ranks import connect, device_of_rank
         from hf_distca.dispatch.peers import PeerExchanges
-        from hf_distca.dispatch.process_groups import ranks_per_node
+        from hf_distca.dispatch.world import World
         from hf_distca.profiling.device import measured_profile
         from hf_distca.profiling.links import with_links
 
@@ -97,7 +97,7 @@ def run(options: argparse.Namespace) -> None:
         links = f"links between {len(groups.members)} ranks"
         with terminal_status("Measuring links"):
             profile = with_links(
-                profile, PeerExchanges(groups, device), ranks_per_node(None, TIMEOUT_S)
+                profile, PeerExchanges(groups, device), World(TIMEOUT_S).ranks_per_node()
             )
         dist.destroy_process_group()
     if groups is None or groups.rank == 0:

@@ -17,9 +17,10 @@ from hf_distca.dispatch.bound import BoundPlan, Runtime
 from hf_distca.dispatch.exchange import Exchange
 from hf_distca.dispatch.features import BoundImages
 from hf_distca.dispatch.host_copies import ActivationOffload, OffloadedForward
-from hf_distca.dispatch.process_groups import EXCHANGE_CTAS, Groups, RankMesh, first_difference
+from hf_distca.dispatch.process_groups import EXCHANGE_CTAS, Groups
 from hf_distca.dispatch.recorder import Recorder
 from hf_distca.dispatch.remote import RemoteWorkers
+from hf_distca.dispatch.world import RankMesh, first_difference
 from hf_distca.kernels import get_kernel
 from hf_distca.plan import PLAN_KEY, MicroBatchPlan
 from hf_distca.planner.micro_batch import plan_placed

@@ -1,33 +1,31 @@
-"""Process groups for exchanges and for control messages between ranks.
-
-Here are also their backend, and the nodes that ranks share.
+"""Process groups for exchanges and for control messages between ranks, and their backend.
 
 No group of the training framework is touched: its collectives and ours never wait in one queue.
 """
 
-import logging
-import os
-import socket
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from itertools import chain, groupby
-from typing import Any, Generic, NamedTuple, TypeVar
+from itertools import chain
+from typing import Any, Generic, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 
 from hf_distca.checks.launch_rules import SHARED_GPU
-from hf_distca.checks.refusal import RefusedError, SentenceError, told
+from hf_distca.checks.refusal import RefusedError
 from hf_distca.dispatch.control_levels import ControlLevels, objects_of_ranks
-from hf_distca.dispatch.waits import Waits
-from hf_distca.units import counted
-
-logger = logging.getLogger(__name__)
+from hf_distca.dispatch.reports import (
+    ERRORS_OF_INPUT,
+    Report,
+    raise_any,
+    raised_together,
+    report_of,
+)
+from hf_distca.dispatch.world import RankMesh, World, in_world, mesh_ranks, unreachable
 
 EXCHANGE_CTAS = 8
 """Most thread blocks (CTAs) of an NCCL exchange; each takes room on an SM from attention.
@@ -36,26 +34,8 @@ NCCL's own limit is 32, a quarter of an H100's 132 SMs. In MagiAttention's measu
 exchanges ran fully under attention that left 4 to 8 SMs free ("How to Ensure Kernels Actually
 Overlap"); `make gpu` measures it.
 """
-ERRORS_OF_INPUT = (ValueError, TypeError, ImportError, OSError)
-"""Errors of a rank's input, which every rank raises together."""
 Value = TypeVar("Value")
 Summary = TypeVar("Summary")
-RankMesh = DeviceMesh | dist.ProcessGroup
-"""Ranks that train together, as a one-dimensional mesh or as a group."""
-
-
-def mesh_ranks(mesh: RankMesh | None) -> list[int]:
-    """Return the world ranks that train together, in ascending order.
-
-    Without a mesh all ranks of the world.
-    """
-    if not in_world():
-        return [0]
-    if mesh is None:
-        return list(range(dist.get_world_size()))
-    if isinstance(mesh, DeviceMesh):
-        mesh = mesh.get_group()
-    return sorted(dist.get_process_group_ranks(mesh))
 
 
 class Groups:
@@ -89,7 +69,8 @@ class Groups:
         self._control: dist.ProcessGroup | None = None
         self._control_of_world: dist.ProcessGroup | None = None
         self._levels: ControlLevels | None = None  # None with a single block
-        self.waits = waits_in_world(timeout_s)  # for the ranks of all meshes
+        self._world = World(timeout_s)
+        self.waits = self._world.waits()  # for the ranks of all meshes
         if world[1] > 1:
             self._device = indexed(device)
             meshes = [self.members] if mesh is None else self._distinct_in_world(self.members)
@@ -166,7 +147,7 @@ class Groups:
     def _distinct_in_world(self, members: list[int]) -> list[list[int]]:
         """Return the distinct lists of ranks of all processes. A collective of the world."""
         if self._control_of_world is None:
-            lists = gather_in_world(tuple(members), self._timeout.total_seconds(), self.waits)
+            lists = self._world.all_gather(tuple(members), self.waits)
         else:
             lists = self.all_gather(tuple(members), in_world=True)
         return [list(ranks) for ranks in dict.fromkeys(lists)]
@@ -302,7 +283,7 @@ class Groups:
         if levels is not None:
             with self.waits.of(f"{contents} of other pods"):
                 of_pods = levels.of_blocks((reports, summary))
-        _raise_any(error, list(chain(*(reports for reports, _ in of_pods))))
+        raise_any(error, list(chain(*(reports for reports, _ in of_pods))))
         return OfPod(values, summary, [summary for _, summary in of_pods])
 
     def broadcast_checked(self, make: Callable[[], Value], *, contents: str) -> Value:
@@ -369,7 +350,7 @@ class Groups:
 
         The ranks are those of the mesh, or of the world.
         """
-        _raise_any(error, self.all_gather(report_of(error), in_world=in_world, contents="checks"))
+        raise_any(error, self.all_gather(report_of(error), in_world=in_world, contents="checks"))
 
     def exchange_rows(
         self, rows: Tensor, sent: list[int], received: list[int], name: str
@@ -394,32 +375,12 @@ class Groups:
 
     def raised_together(self, *, in_world: bool = False) -> AbstractContextManager[None]:
         """Raise an error inside the context as `raise_together` does."""
-        return _raised_together(partial(self.all_gather, in_world=in_world, contents="checks"))
+        return raised_together(partial(self.all_gather, in_world=in_world, contents="checks"))
 
 
 def _as_bytes(rows: Tensor) -> Tensor:
     """Return a view [rows, bytes of a row]: backends do not know every dtype."""
     return rows.reshape(len(rows), rows.shape[1:].numel()).view(torch.uint8)
-
-
-def raised_together(timeout_s: float) -> AbstractContextManager[None]:
-    """Raise an error inside the context on every process, before groups exist.
-
-    A collective of the world.
-    """
-    return _raised_together(partial(gather_in_world, timeout_s=timeout_s))
-
-
-class Report(NamedTuple):
-    """What other ranks learn of an error."""
-
-    message: str
-    is_sentence: bool
-
-
-def report_of(error: Exception | None) -> Report | None:
-    """Return the report of an error, if there is one."""
-    return None if error is None else Report(told(error), isinstance(error, SentenceError))
 
 
 @dataclass(frozen=True)
@@ -435,103 +396,6 @@ class OfPod(Generic[Value, Summary]):
     values: list[Value]
     own: Summary
     of_pods: list[Summary]
-
-
-@contextmanager
-def _raised_together(gather: Callable[[Report | None], list[Report | None]]) -> Iterator[None]:
-    error = None
-    try:
-        yield
-    except ERRORS_OF_INPUT as caught:
-        error = caught
-    _raise_any(error, gather(report_of(error)))
-
-
-def _raise_any(error: Exception | None, reports: Sequence[Report | None]) -> None:
-    """Raise if any rank has an error: this rank's own if all have the same, else all messages.
-
-    Args:
-        reports: of each rank, from `report_of`.
-    """
-    if error is not None and len(set(reports)) == 1:
-        raise error
-    failed = [(rank, report) for rank, report in enumerate(reports) if report is not None]
-    if failed:
-        error_class = (
-            RefusedError if all(report.is_sentence for _, report in failed) else ValueError
-        )
-        messages = [f"rank {rank}: {report.message}" for rank, report in failed]
-        raise error_class("; ".join(messages)) from error
-
-
-def first_difference(rank_settings: Sequence[Mapping[str, Any]]) -> tuple[str, str] | None:
-    """Return the first setting that differs between ranks, and its values with their ranks.
-
-    None if all are alike.
-
-    Args:
-        rank_settings: settings of each rank by name, with the same names on all ranks.
-    """
-    for name in rank_settings[0]:
-        ranks_by_value: dict[str, list[int]] = {}
-        for rank, settings in enumerate(rank_settings):
-            ranks_by_value.setdefault(repr(settings[name]), []).append(rank)
-        if len(ranks_by_value) > 1:
-            values = [f"{value} on {_named(ranks)}" for value, ranks in ranks_by_value.items()]
-            return name, ", ".join(values)
-    return None
-
-
-def _named(ranks: Sequence[int]) -> str:
-    """Return "rank 3", "rank 3 and 1 other", or "rank 3 and 2 others"."""
-    further_ranks = f" and {counted(len(ranks) - 1, 'other')}" if len(ranks) > 1 else ""
-    return f"rank {ranks[0]}{further_ranks}"
-
-
-def in_world() -> bool:
-    """Return whether this process belongs to a launch."""
-    return dist.is_available() and dist.is_initialized()
-
-
-def waits_in_world(limit_s: float) -> Waits:
-    """Return the waits of this process for others of the world.
-
-    They have their own part of the world's store.
-
-    Every process calls this equally often, in the same order.
-    """
-    if not in_world() or dist.get_world_size() == 1:
-        return Waits()
-    world: Any = dist.group.WORLD
-    rank, store = dist.get_rank(), world.get_group_store()
-    number = store.add(f"hf_distca/waits/{rank}", 1)  # the same on every rank
-    return Waits(
-        dist.PrefixStore(f"hf_distca/waits/{number}", store), rank, dist.get_world_size(), limit_s
-    )
-
-
-def gather_in_world(value: Value, timeout_s: float, waits: Waits | None = None) -> list[Value]:
-    """Return every process's value, in the order of world ranks.
-
-    A collective of the world, on the CPU.
-    """
-    if not in_world() or dist.get_world_size() == 1:
-        return [value]
-    gathered = [value] * dist.get_world_size()
-    watched = waits or waits_in_world(timeout_s)
-    try:
-        with watched.of("other ranks at the start"):
-            world = dist.new_group(
-                backend="gloo", timeout=timedelta(seconds=timeout_s), group_desc="distca world"
-            )
-            dist.all_gather_object(gathered, value, group=world)
-            dist.destroy_process_group(world)
-    except RuntimeError as error:
-        raise unreachable(dist.get_rank(), error) from error
-    finally:
-        if waits is None:
-            watched.close()
-    return gathered
 
 
 def _new_group(lists: list[list[int]], **options: Any) -> dist.ProcessGroup | None:
@@ -595,53 +459,3 @@ def check_devices(backend: str, uuids: Sequence[str | None]) -> None:
     shared = [f"ranks {ranks} on {uuid}" for uuid, ranks in ranks_by_uuid.items() if len(ranks) > 1]
     if shared and backend == dist.Backend.NCCL:
         raise SHARED_GPU.error(shared="; ".join(shared))
-
-
-def unreachable(rank: int, error: Exception) -> RuntimeError:
-    """Return the error of a rank that gloo did not connect, with the address that gloo used."""
-    host = socket.gethostname()
-    address = "no address"
-    with suppress(OSError):
-        address = socket.gethostbyname(host)
-    interface = os.environ.get("GLOO_SOCKET_IFNAME", "not set")
-    return RuntimeError(
-        f"rank {rank} cannot reach the other ranks over gloo, which carries control messages: "
-        f"{error}\nUnless another rank failed before, check the network: gloo gives other ranks "
-        f"the address of the interface named by GLOO_SOCKET_IFNAME ({interface} on this host), "
-        f"and without it the address that the host's name resolves to ({host!r} here to "
-        f"{address}). Where other hosts cannot reach that address, set GLOO_SOCKET_IFNAME on "
-        "every host to an interface that they can reach, such as eth0; `ip -brief address` lists "
-        "interfaces"
-    )
-
-
-def ranks_per_node(mesh: RankMesh | None, timeout_s: float) -> int | tuple[int, ...]:
-    """Return how many of the ranks that train together share a node. A collective of the world.
-
-    Launchers (torchrun, accelerate, deepspeed) number the processes of a host consecutively;
-    LOCAL_RANK is the number on the host. A rank without LOCAL_RANK counts as alone on its node.
-    `PlanSettings.ranks_per_node` takes the result.
-    """
-    if not in_world():
-        return 1
-    rank = dist.get_rank()
-    # The host of each process, and the first rank that was launched with the process there.
-    places = gather_in_world(
-        (socket.gethostname(), rank - dist.get_node_local_rank(fallback_rank=0)), timeout_s
-    )
-    members = mesh_ranks(mesh)
-    member_places = [places[member] for member in members]
-    # A node is a run of consecutive ranks with the same place: ranks numbered round-robin across
-    # hosts are alone.
-    sizes = tuple(len(list(node)) for _, node in groupby(member_places))
-    if rank == members[0]:
-        host_of_members = [host for host, _ in member_places]
-        hosts = [host for host, _ in groupby(host_of_members)]
-        if len(hosts) > len(set(hosts)):
-            logger.warning(
-                "ranks that share a host are not numbered one after another, so plans cannot "
-                "prefer exchanges inside a host. Launch ranks host by host (torchrun does; mpirun "
-                "--map-by slot)"
-            )
-        logger.info("ranks on each node, as launched: %s", ", ".join(map(str, sizes)))
-    return sizes[0] if len(set(sizes)) == 1 else sizes

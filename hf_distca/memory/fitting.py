@@ -21,7 +21,6 @@ from hf_distca.checks.argument_rules import liger_replaces_mlps
 from hf_distca.checks.capacity_rules import BEYOND_DEVICE, Capacity
 from hf_distca.checks.refusal import RefusedError
 from hf_distca.checks.run_rules import Run
-from hf_distca.config import DistCAConfig
 from hf_distca.dispatch.dispatcher import Dispatcher
 from hf_distca.dispatch.host_copies import CHUNK_BYTES, ActivationOffload, HostMemory
 from hf_distca.memory.counter import MemoryCounter, longest_documents
@@ -79,7 +78,6 @@ def fit_into_memory(
     if args.offload_activations == AUTO:
         offload_activations(
             model,
-            args,
             dispatcher,
             checkpointed=checkpointed_layers(model, run.checkpointing),
             excess=0 if taken is None else taken.excess,
@@ -201,31 +199,29 @@ class RankNeeds(NamedTuple):
 
 def offload_activations(
     model: Any,
-    config: DistCAConfig,
     dispatcher: Dispatcher,
     *,
     checkpointed: int,
-    excess: int = 0,
+    excess: int | None = None,
     hidden_bytes: int | None = None,
 ) -> None:
-    """Let activation checkpoints go to the host as the settings say.
+    """Let activation checkpoints go to the host: all of them, or as many as must.
 
     A collective of the world.
 
     Args:
         model: the model before it is wrapped; changed in place.
         checkpointed: number of layers that have checkpoints.
-        excess: bytes by which training exceeds the device's memory, at least 0, for "auto"; the
-            largest of all ranks counts.
+        excess: bytes by which training exceeds the device's memory, at least 0; the largest of all
+            ranks counts. None lets the checkpoints of all layers go.
         hidden_bytes: bytes of a value of the hidden state; None for the model's dtype.
 
     Raises:
         ValueError: on every rank, if layers have no checkpoints, or a host has too little memory.
     """
-    setting = config.offload_activations
-    if setting is True and not checkpointed:
-        raise Run.NO_CHECKPOINTS.error()
-    if setting is False or not checkpointed:
+    if not checkpointed:
+        if excess is None:
+            raise Run.NO_CHECKPOINTS.error()
         return
     # 1. Choose the layers on all ranks alike.
     base: Any = base_model(model)
@@ -237,9 +233,10 @@ def offload_activations(
         value_bytes=settings.bytes_per_value,
     )
     layer_bytes = row_bytes * settings.rows_per_rank
-    mine = RankNeeds(socket.gethostname(), available_host_memory(), layer_bytes, excess)
+    mine = RankNeeds(socket.gethostname(), available_host_memory(), layer_bytes, excess or 0)
     needs_of_ranks = dispatcher.groups.all_gather(mine, in_world=True)
-    layers = chosen_layers(needs_of_ranks, offloaded_layers(checkpointed), setting)
+    possible = offloaded_layers(checkpointed)
+    layers = chosen_layers(needs_of_ranks, possible, all_must=excess is None)
     if layers == 0:
         return
     # 2. Reserve host memory for the layers, and change the model.
@@ -256,15 +253,18 @@ def offload_activations(
         )
 
 
-def chosen_layers(needs_of_ranks: list[RankNeeds], possible: int, setting: bool | str) -> int:
+def chosen_layers(needs_of_ranks: list[RankNeeds], possible: int, *, all_must: bool) -> int:
     """Return how many layers' activation checkpoints go to the host, the same on every rank.
 
     Args:
         possible: number of layers that can.
-        setting: the setting.
+        all_must: whether all of them must; else only as many as training exceeds the memory by.
+
+    Raises:
+        ValueError: all must, and a host has too little memory.
     """
     layers = possible
-    if setting == AUTO:
+    if not all_must:
         missing = max(-(-needs.excess // needs.layer_bytes) for needs in needs_of_ranks)
         layers = min(possible, missing)
     hosts = dict.fromkeys(needs.host for needs in needs_of_ranks)
@@ -283,7 +283,7 @@ def chosen_layers(needs_of_ranks: list[RankNeeds], possible: int, setting: bool 
             ranks=len(ranks_there),
             fraction=HOST_LEFT,
         )
-        if setting != AUTO:
+        if all_must:
             raise error
         logger.warning("%s", error)
         layers = fitting

@@ -51,8 +51,8 @@ def describe_run(
 
     Raises:
         ValueError: The model cannot be planned, has no layers for ping-pong that `config.planning`
-            asks for, the kernel does not support its attention, or the nodes do not add up to the
-            number of ranks.
+            asks for, the kernel does not support its attention, the nodes do not add up to the
+            number of ranks, or `config.device_profile` cannot be read.
         ImportError: The package of the kernel is not installed.
     """
     check_model(model, ping_pong=config.planning.ping_pong is True)

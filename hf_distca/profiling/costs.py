@@ -47,30 +47,20 @@ UNREADABLE = "the costs in %s cannot be read and are measured again (%s)"
 """Warning about a damaged file with measured costs, or with corrections of them."""
 
 
-def with_costs(
-    run: RunSpec,
-    dispatcher: Dispatcher,
-    profile: str | None,
-    folder: Path | None = None,
-    *,
-    has_remote_workers: bool = False,
-) -> RunSpec:
+def with_costs(run: RunSpec, dispatcher: Dispatcher, folder: Path | None = None) -> RunSpec:
     """Return the run with the costs by which plans are chosen, if any are. A collective.
 
+    A run that has a device profile keeps it.
+
     Args:
-        profile: the setting `device_profile`.
         folder: output folder of the run.
     """
     settings = run.plans
-    # Read also where nothing is chosen: a name that is wrong is wrong on any number of ranks.
-    with dispatcher.groups.raised_together(in_world=True):
-        profile_of_file = None if profile is None else DeviceProfile.load(profile)
     chosen = (settings.document_layout, settings.balance_tolerance, settings.ping_pong)
-    chooses = AUTO in chosen or profile_of_file is not None
-    # With remote workers, every plan is balanced again for those that are present.
-    if not chooses or settings.ranks == 1 or has_remote_workers:
+    chooses = AUTO in chosen and settings.ranks > 1 and not run.has_remote_workers
+    if run.profile is not None or not chooses:
         return run
-    return run.with_profile(profile_of_file or _measured_profile(run, dispatcher, folder))
+    return run.with_profile(_measured_profile(run, dispatcher, folder))
 
 
 def _measured_profile(run: RunSpec, dispatcher: Dispatcher, folder: Path | None) -> DeviceProfile:

@@ -1,7 +1,6 @@
 """Build a dispatcher for the trainer and for custom training loops."""
 
 import logging
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,19 +12,11 @@ from transformers import PreTrainedModel, Trainer
 from hf_distca.checks.argument_rules import DISPATCHED
 from hf_distca.checks.launch_rules import NOT_CONNECTED
 from hf_distca.checks.refusal import check
-from hf_distca.checks.run_rules import Run
 from hf_distca.config import DistCAConfig
 from hf_distca.dispatch.dispatcher import Dispatcher
 from hf_distca.dispatch.padded_rows import PaddedBatches
-from hf_distca.dispatch.process_groups import (
-    Groups,
-    RankMesh,
-    first_difference,
-    gather_in_world,
-    mesh_ranks,
-    raised_together,
-    ranks_per_node,
-)
+from hf_distca.dispatch.process_groups import Groups
+from hf_distca.dispatch.world import RankMesh, World, mesh_ranks
 from hf_distca.memory.fitting import fit_into_memory, offload_activations
 from hf_distca.models import fla
 from hf_distca.models.checkpointing import checkpointed_layers, layers_with_checkpoints
@@ -97,70 +88,36 @@ def make_dispatcher(
         ImportError: The package of the kernel is not installed.
     """
     check(DISPATCHED, {"config": config, "mesh": mesh})
-    with raised_together(config.exchange_timeout):
+    device = torch.device(device)
+    # 1. Look at the launch and at the model on every process.
+    world = World(config.exchange_timeout)
+    with world.raised_together():
         check_is_model(model)
-    return _dispatcher(
-        model, config, torch.device(device), dtype, mesh, checkpointed, folder, facts
-    )
-
-
-def _dispatcher(
-    model: PreTrainedModel,
-    config: DistCAConfig,
-    device: torch.device,
-    dtype: torch.dtype | None,
-    mesh: RankMesh | None,
-    checkpointed: int | None,
-    folder: Path | None,
-    facts: Mapping[str, Any],
-) -> Dispatcher:
-    """Prepare a model and return its dispatcher, as `make_dispatcher` does once it has checked it.
-
-    A trainer has checked its arguments earlier, all at once.
-    """
-    with raised_together(config.exchange_timeout):
         check((NOT_CONNECTED,), parallel.ProcessCounts.of_this_process())
-    _check_same_settings(config)
-    launched = ranks_per_node(mesh, config.exchange_timeout)
-    with raised_together(config.exchange_timeout):
-        run = describe_run(
-            model,
-            config,
-            ranks=len(mesh_ranks(mesh)),
-            device=device,
-            dtype=dtype,
-            ranks_per_node=launched,
-            **facts,
-        )
         if checkpointed is None:
             checkpointed = layers_with_checkpoints(model)
-        if "checkpointing" not in facts:
-            run = replace(run, checkpointing={} if checkpointed else None)
-    dispatcher = Dispatcher(
-        run.plans,
-        device,
-        mesh,
-        exchange_timeout=config.exchange_timeout,
-    )
-    if dispatcher.groups.members == [0] and not config.remote_workers:
+    world.check_alike(config.of_all_ranks())
+    launch = {"ranks": len(mesh_ranks(mesh)), "ranks_per_node": world.ranks_per_node(mesh)}
+    # 2. Describe the run. What follows reads the run, not the settings.
+    facts = {"checkpointing": {} if checkpointed else None, **launch, **facts}
+    with world.raised_together():
+        run = describe_run(model, config, device=device, dtype=dtype, **facts)
+    # 3. Connect the ranks, and measure the costs by which plans are chosen.
+    dispatcher = Dispatcher(run.plans, device, mesh, exchange_timeout=world.limit_s)
+    if dispatcher.groups.members == [0] and not run.has_remote_workers:
         logger.warning(ONE_RANK)
     dispatcher.limits = model_limits(model)
     # Measuring the device draws random numbers, and rollouts and dropout of a seed stay what they
     # are without it.
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
-        run = with_costs(
-            run,
-            dispatcher,
-            config.device_profile,
-            folder,
-            has_remote_workers=config.remote_workers,
-        )
+        run = with_costs(run, dispatcher, folder)
     dispatcher.run = run = replace(run, device_memory=smallest_memory(dispatcher.groups, device))
     dispatcher.choose_by(run.plans.costs)
-    with raised_together(config.exchange_timeout):
+    # 4. Prepare the model.
+    with world.raised_together():
         prepare_model(model, run)
     if config.offload_activations is True:
-        offload_activations(model, config, dispatcher, checkpointed=checkpointed or 0)
+        offload_activations(model, dispatcher, checkpointed=checkpointed)
     return dispatcher
 
 
@@ -186,8 +143,8 @@ def pack_padded(
     Args:
         model: A loaded model of transformers, or PEFT's around one. Planned attention replaces its
             own.
-        config: Settings for packing, balancing and exchanging. Ranks compute more
-            tokens than they can hold one micro-batch after another.
+        config: Settings for packing, balancing and exchanging. Ranks compute more tokens than they
+            can hold one micro-batch after another. A given dispatcher has its settings already.
         device: Device of this rank.
         dispatcher: Dispatcher of another model with the same kinds of attention, such as the
             trained model of a reference model. None makes one.
@@ -203,33 +160,19 @@ def pack_padded(
     else:
         with dispatcher.groups.raised_together():
             prepare_model(model, dispatcher.run)
-    _pack(model, config, dispatcher)
+    shares = shares_prefixes(
+        dispatcher.run.share_prefixes,
+        why_sequences_share_nothing(model),
+        dispatcher.groups.rank,
+    )
+    batches = PaddedBatches(dispatcher, share_prefixes=shares, image_model=image_model(model))
+    pack_backbone(model, batches)
     return dispatcher
 
 
 def _pods_of_padded(config: DistCAConfig) -> dict[str, int]:
     """Return what the plans of padded batches take for "auto" pods, as fields of PlanSettings."""
     return {"pod_ranks": POD_RANKS_OF_PADDED} if config.planning.pod_ranks == AUTO else {}
-
-
-def _pack(model: PreTrainedModel, config: DistCAConfig, dispatcher: Dispatcher) -> None:
-    """Let a model compute padded batches by the plans of a dispatcher."""
-    shares = shares_prefixes(
-        config.share_prefixes, why_sequences_share_nothing(model), dispatcher.groups.rank
-    )
-    batches = PaddedBatches(dispatcher, share_prefixes=shares, image_model=image_model(model))
-    pack_backbone(model, batches)
-
-
-def _check_same_settings(config: DistCAConfig) -> None:
-    """Raise ValueError on every rank if a setting differs between ranks.
-
-    A collective of the world.
-    """
-    difference = first_difference(gather_in_world(config.of_all_ranks(), config.exchange_timeout))
-    if difference:
-        name, values_by_rank = difference
-        raise Run.DIFFERENT_ARGUMENTS.error(name=name, by_rank=values_by_rank)
 
 
 def smallest_memory(groups: Groups, device: torch.device) -> int | None:
@@ -278,19 +221,14 @@ def pack_teacher(teacher: PreTrainedModel, config: DistCAConfig, trainer: Traine
     facts = parallel.facts_of_launch(teacher, args, accelerator, dtype)
     # ZeRO-3 gathers the weights of one module at a time.
     gathers = parallel.gathers_parameters(accelerator)
-    planning = {**_pods_of_padded(config), **({"ping_pong": False} if gathers else {})}
-    dispatcher = _dispatcher(
+    return pack_padded(
         teacher,
         config,
         args.device,
-        dtype,
-        parallel.data_parallel_mesh(accelerator),
-        None,
-        None,
-        {**facts, "checkpointing": None, "planning": planning},
+        dtype=dtype,
+        mesh=parallel.data_parallel_mesh(accelerator),
+        **{**facts, "checkpointing": None, "planning": {"ping_pong": False} if gathers else {}},
     )
-    _pack(teacher, config, dispatcher)
-    return dispatcher
 
 
 def prepare_trainer(trainer: Trainer, *, packs: bool) -> Dispatcher:
@@ -304,7 +242,7 @@ def prepare_trainer(trainer: Trainer, *, packs: bool) -> Dispatcher:
     args: Any = trainer.args
     model: Any = trainer.model
     accelerator = trainer.accelerator
-    with raised_together(args.exchange_timeout):
+    with World(args.exchange_timeout).raised_together():
         check_trainer(trainer, packs=packs)
         parallel.split_present_layers(model, accelerator)
         parallel.search_for_unused_parameters(model, accelerator, args.ddp_find_unused_parameters)
@@ -319,15 +257,16 @@ def prepare_trainer(trainer: Trainer, *, packs: bool) -> Dispatcher:
     if layers_run_once and args.planning.ping_pong == AUTO:
         planning["ping_pong"] = False
     facts = parallel.facts_of_launch(model, args, accelerator, dtype)
-    dispatcher = _dispatcher(
+    dispatcher = make_dispatcher(
         model,
         args,
         args.device,
-        dtype,
-        parallel.data_parallel_mesh(accelerator),
-        checkpointed_layers(model, facts["checkpointing"]),
-        Path(str(args.output_dir)),
-        {**facts, "planning": planning},
+        dtype=dtype,
+        mesh=parallel.data_parallel_mesh(accelerator),
+        checkpointed=checkpointed_layers(model, facts["checkpointing"]),
+        folder=Path(str(args.output_dir)),
+        **facts,
+        planning=planning,
     )
     if args.device.type == "cuda":  # the memory of other devices is unknown
         fit_into_memory(model, args, dispatcher, may_chunk=not layers_run_once)

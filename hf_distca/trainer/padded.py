@@ -50,9 +50,10 @@ class DistCAPaddedMixin(PlannedTraining):
         self._is_packed = True
         self._prepare_planned()
         dispatcher = self.dispatcher
-        args: Any = self.args
         self._shares_prefixes = shares_prefixes(
-            args.share_prefixes, why_sequences_share_nothing(self.model), dispatcher.groups.rank
+            dispatcher.run.share_prefixes,
+            why_sequences_share_nothing(self.model),
+            dispatcher.groups.rank,
         )
         batches = PaddedBatches(
             dispatcher,

@@ -26,7 +26,7 @@ from torch.distributed.fsdp import (
 from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel, TrainingArguments
 
-from hf_distca.dispatch.process_groups import in_world
+from hf_distca.dispatch.world import in_world
 from hf_distca.models.checkpointing import checkpointing_options
 from hf_distca.models.decoder import base_model
 from hf_distca.models.model_facts import text_trains_all, trained_towers

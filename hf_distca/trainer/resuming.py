@@ -39,7 +39,8 @@ from hf_distca.collator.place import (
     stored_place,
 )
 from hf_distca.dispatch.dispatcher import Dispatcher
-from hf_distca.dispatch.process_groups import Groups, first_difference
+from hf_distca.dispatch.process_groups import Groups
+from hf_distca.dispatch.world import first_difference
 from hf_distca.trainer.arguments import DistCAPaddedArguments
 from hf_distca.trainer.loaders import PackedLoaders
 

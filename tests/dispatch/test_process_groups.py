@@ -20,15 +20,11 @@ from hf_distca.checks.argument_rules import DISPATCHED
 from hf_distca.checks.refusal import RefusedError, check
 from hf_distca.config import DistCAConfig
 from hf_distca.dispatch import process_groups as groups_module
+from hf_distca.dispatch import world as world_module
 from hf_distca.dispatch.dispatcher import Dispatcher
-from hf_distca.dispatch.process_groups import (
-    Groups,
-    OfPod,
-    mesh_ranks,
-    raised_together,
-    ranks_per_node,
-)
+from hf_distca.dispatch.process_groups import Groups, OfPod
 from hf_distca.dispatch.waits import OtherRankError, RankLost, Waits
+from hf_distca.dispatch.world import World, mesh_ranks
 from hf_distca.planner.pods import pods_around
 from hf_distca.planner.settings import PlanSettings
 from hf_distca.predict.device_profile import DeviceProfile
@@ -102,9 +98,9 @@ def test_what_to_set_where_gloo_does_not_connect(monkeypatch):
     monkeypatch.setattr(socket, "gethostbyname", {"node3": "127.0.1.1"}.__getitem__)
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
     error = RuntimeError("connect: timed out")
-    assert "(not set on this host)" in str(groups_module.unreachable(2, error))
+    assert "(not set on this host)" in str(world_module.unreachable(2, error))
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7")
-    message = str(groups_module.unreachable(2, error))
+    message = str(world_module.unreachable(2, error))
     assert message.startswith("rank 2 cannot reach the other ranks over gloo")
     assert str(error) in message
     assert "(eth7 on this host)" in message
@@ -258,7 +254,7 @@ def _two_by_two() -> None:
     for lost in (ImportError("no kernel"), OSError("no disk")):
         with (
             pytest.raises(ValueError, match=f"^rank 1: {type(lost).__name__}: {lost}$"),
-            raised_together(60.0),
+            World(60.0).raised_together(),
         ):
             _raise_on_rank_1(rank, lost)
     # The same error on all ranks stays as it is; one rank's error names the rank.
@@ -322,9 +318,9 @@ def _exchanged(group: dist.ProcessGroup) -> list[int]:
 
 def test_groups_of_a_mesh_dispatch_by_themselves(rank_pools, monkeypatch):
     rank_pools[4].run(_two_by_two)
-    assert ranks_per_node(None, 60.0) == 1  # without a world
+    assert World(60.0).ranks_per_node() == 1  # without a world
     # A group may list its ranks in an order of its own.
-    monkeypatch.setattr(groups_module, "in_world", lambda: True)
+    monkeypatch.setattr(world_module, "in_world", lambda: True)
     monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: [3, 1])
     assert mesh_ranks(SimpleNamespace()) == [1, 3]
 
@@ -337,7 +333,7 @@ def _found(
     with pytest.MonkeyPatch.context() as patch:
         for level in ("info", "warning"):
             patch.setattr(
-                groups_module.logger, level, lambda text, *args: messages.append(text % args)
+                world_module.logger, level, lambda text, *args: messages.append(text % args)
             )
         patch.setattr(socket, "gethostname", lambda: hosts[rank])
         patch.delenv("LOCAL_RANK")
@@ -348,7 +344,7 @@ def _found(
             if mesh_shape
             else None
         )
-        return ranks_per_node(mesh, 60.0), messages
+        return World(60.0).ranks_per_node(mesh), messages
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from hf_distca.batches.limits import IGNORED_TARGET
 from hf_distca.collator.documents import READ_BATCH, Columns, token_document
-from hf_distca.plan.arrays import IntArray, Table
+from hf_distca.plan.arrays import BoolArray, IntArray, Table
 from hf_distca.planner.prefixes import BLOCK, SequencePaths, hashes_of, share_prefixes
 
 MOST_TARGETS = 2
@@ -208,7 +208,7 @@ class DatasetPrefixes:
             hashes.append(tuple(blocks))
         return share_prefixes(lengths, hashes, most_rows)
 
-    def _have_few_targets(self, paths: SequencePaths, spans: Table) -> NDArray[np.bool_]:
+    def _have_few_targets(self, paths: SequencePaths, spans: Table) -> BoolArray:
         """Return [trees] whether each tree has few enough targets, or a single span."""
         tree_rows = paths.trees.tree_lengths
         trees = paths.tree_of_sequences

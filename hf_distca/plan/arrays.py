@@ -5,5 +5,6 @@ from numpy.typing import NDArray
 
 IntArray = NDArray[np.int64]
 FloatArray = NDArray[np.float64]
+BoolArray = NDArray[np.bool_]
 Table = NDArray[np.void]
 """Entries of a structured dtype; each field is a column."""

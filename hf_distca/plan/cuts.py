@@ -10,10 +10,9 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from hf_distca.plan import Layout
-from hf_distca.plan.arrays import IntArray
+from hf_distca.plan.arrays import BoolArray, IntArray
 from hf_distca.plan.intervals import ROWS, by_document, expand, overlaps, row_counts, table_of
 from hf_distca.plan.paths import along_paths
 from hf_distca.plan.routes import ExchangedRows
@@ -151,7 +150,7 @@ def exchanges_states(layout: Layout) -> bool:
     return bool(((before >= 0) & (rank[before] != rank)).any())
 
 
-def complete_segments(layout: Layout, before: IntArray) -> NDArray[np.bool_]:
+def complete_segments(layout: Layout, before: IntArray) -> BoolArray:
     """Return [segments] whether the rank of each segment holds all rows of its path before it.
 
     Args:
@@ -159,7 +158,7 @@ def complete_segments(layout: Layout, before: IntArray) -> NDArray[np.bool_]:
     """
     rank = layout.segments["rank"]
     begins = before < 0
-    is_complete: NDArray[np.bool_] = begins | (rank[before] == rank)
+    is_complete: BoolArray = begins | (rank[before] == rank)
     count = np.intp(-1)
     while np.count_nonzero(is_complete) != count:
         count = np.count_nonzero(is_complete)
@@ -167,7 +166,7 @@ def complete_segments(layout: Layout, before: IntArray) -> NDArray[np.bool_]:
     return is_complete
 
 
-def linked_pairs(before: IntArray, is_complete: NDArray[np.bool_]) -> tuple[IntArray, IntArray]:
+def linked_pairs(before: IntArray, is_complete: BoolArray) -> tuple[IntArray, IntArray]:
     """Return the segments whose states the segments that are not complete need.
 
     Args:

@@ -6,10 +6,9 @@ from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from hf_distca.plan import ExchangeFigures, Plan
-from hf_distca.plan.arrays import IntArray, Table
+from hf_distca.plan.arrays import BoolArray, IntArray, Table
 from hf_distca.plan.cost import RowBytes, pairs
 from hf_distca.plan.intervals import row_counts
 from hf_distca.plan.moves import Forwards, rows_to_move
@@ -97,7 +96,7 @@ class RowsBetween(NamedTuple):
     target: IntArray  # [pairs] possibly the source itself
     rows: IntArray  # [pairs]
 
-    def to(self, is_target: NDArray[np.bool_]) -> "RowsBetween":
+    def to(self, is_target: BoolArray) -> "RowsBetween":
         """Return the rows that go to some of [workers]."""
         return RowsBetween(*(column[is_target[self.target]] for column in self))
 

@@ -14,10 +14,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-from numpy.typing import NDArray
 
 from hf_distca.plan import TASK, Branches, Plan
-from hf_distca.plan.arrays import FloatArray, IntArray, Table
+from hf_distca.plan.arrays import BoolArray, FloatArray, IntArray, Table
 from hf_distca.plan.cost import pairs
 from hf_distca.plan.intervals import (
     ROW_LIMIT,
@@ -357,7 +356,7 @@ class _Paths:
     path: IntArray  # [moves] path of each move of the first hop
     place: IntArray  # [moves] rows of the same path before the move
     size: IntArray  # [paths] rows
-    to_rank: NDArray[np.bool_]  # [paths] whether the path leads to a rank, not to a remote worker
+    to_rank: BoolArray  # [paths] whether the path leads to a rank, not to a remote worker
     turn: FloatArray  # [paths] fraction of a part by which a path is behind another one
 
     @staticmethod

@@ -15,10 +15,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from hf_distca.plan import Branches, Plan
-from hf_distca.plan.arrays import IntArray, Table
+from hf_distca.plan.arrays import BoolArray, IntArray, Table
 from hf_distca.plan.cost import pairs
 from hf_distca.plan.intervals import (
     ROWS,
@@ -265,7 +264,7 @@ def _of_rank(moves: Table, rank: int) -> Table:
     return moves.compress((moves["source"] == rank) | (moves["target"] == rank))
 
 
-def _crosses(moves: Table, plan: Plan) -> NDArray[np.bool_]:
+def _crosses(moves: Table, plan: Plan) -> BoolArray:
     """Return [moves] whether each leads to another rank."""
     return np.asarray((moves["source"] != moves["target"]) & (moves["target"] < plan.layout.ranks))
 

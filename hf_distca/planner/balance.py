@@ -4,7 +4,7 @@ Each pass has three steps:
 
 1. Flows: how many pairs each worker gives to which other (`plan_flows`). Few large flows are
    cheapest, since bytes grow with the square root of the pairs moved.
-2. Sources: each flow is taken from the documents where giving costs least (`take`).
+2. Sources: each flow is taken from the documents where giving costs least (`Stock`).
 3. Places: flows out of one task take rows side by side, where together they cost least
    (`balancing_pass`).
 

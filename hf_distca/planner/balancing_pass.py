@@ -7,8 +7,8 @@ minimised, over all givers and for the busiest one.
 import itertools
 import math
 from bisect import bisect_left, insort
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -115,53 +115,70 @@ class Price:
         Args:
             held_rows: the taker has the document's K/V rows before this row already.
         """
+        return np.asarray((stop - start) * self.row_bytes + self.key_bytes(start, stop, held_rows))
+
+    def key_bytes(
+        self, start: FloatArray, stop: FloatArray, held_rows: FloatArray | IntArray
+    ) -> FloatArray:
+        """Return the part of `bytes_of` that K and V take."""
         first_sent = held_rows
         if self.window is not None:
             first_sent = np.maximum(start - self.window + 1, held_rows)
-        sent_keys = np.maximum(stop - first_sent, 0.0)
-        return np.asarray((stop - start) * self.row_bytes + sent_keys * self.kv_bytes)
+        return np.asarray(np.maximum(stop - first_sent, 0.0) * self.kv_bytes)
 
 
-def take(
-    price: Price, low: FloatArray, high: FloatArray, amount: float, held_rows: IntArray
-) -> dict[int, float]:
-    """Choose tasks of a worker to give pairs of, and return the pairs of each.
-
-    The rows lie where the bytes are least, or at the task's end. Where they lie in the end is
-    chosen later.
+class Stock:
+    """Rows of a worker's tasks that the worker has not given away.
 
     Args:
         low: [tasks] pairs of the document's rows before the task.
-        high: [tasks] the same up to the end of what is left of the task; lowered by what is taken.
-        amount: pairs to give, of all tasks together.
-        held_rows: [tasks] the taker already has the document's K/V rows up to this row.
+        high: [tasks] the same up to the end of the task.
     """
-    window = price.pair_window
-    task_starts = row_reaching(low, window)
-    pairs_of_task: dict[int, float] = {}
-    while amount > SMALLEST_TAKEN:
-        available = np.maximum(high - low, 0.0)
-        part = np.minimum(amount, available)
-        if not part.any():
-            break
-        # 1. Find for each task the rows of this part that cost least.
-        reach = price.reach * np.sqrt(2 * part)
-        earliest_stop = row_reaching(low + part, window)
-        stop = np.minimum(row_reaching(high, window), np.maximum(earliest_stop, reach))
-        start = np.maximum(row_reaching(pairs_at(stop, window) - part, window), task_starts)
-        cost = price.bytes_of(start, stop, held_rows)
-        # 2. Take the cheapest task that has enough, else all of the one that is cheapest per pair.
-        suffices = available >= amount
-        if suffices.any():
-            task = int(np.where(suffices, cost, np.inf).argmin())
-        else:
-            cost_a_pair = cost / np.maximum(part, 1.0)
-            task = int(np.where(part > 0, cost_a_pair, np.inf).argmin())
-        taken_pairs = float(part[task])
-        amount -= taken_pairs
-        pairs_of_task[task] = pairs_of_task.get(task, 0.0) + taken_pairs
-        high[task] -= taken_pairs
-    return pairs_of_task
+
+    def __init__(self, price: Price, low: FloatArray, high: FloatArray) -> None:
+        self._price = price
+        self._low = low
+        self._high = high  # lowered by what is taken
+        self._start = row_reaching(low, price.pair_window)
+        self._stop = row_reaching(high, price.pair_window)
+
+    def take(self, amount: float, held_rows: IntArray) -> dict[int, float]:
+        """Choose tasks to give pairs of, and return the pairs of each.
+
+        The rows lie where the bytes are least, or at the task's end. Where they lie in the end is
+        chosen later.
+
+        Args:
+            amount: pairs to give, of all tasks together.
+            held_rows: [tasks] the taker already has the document's K/V rows up to this row.
+        """
+        price, window = self._price, self._price.pair_window
+        pairs_of_task: dict[int, float] = {}
+        while amount > SMALLEST_TAKEN:
+            available = np.maximum(self._high - self._low, 0.0)
+            part = np.minimum(amount, available)
+            if not part.any():
+                break
+            # 1. Find for each task the rows of this part that cost least.
+            reach = price.reach * np.sqrt(2 * part)
+            earliest_stop = row_reaching(self._low + part, window)
+            stop = np.minimum(self._stop, np.maximum(earliest_stop, reach))
+            start = np.maximum(row_reaching(pairs_at(stop, window) - part, window), self._start)
+            cost = price.bytes_of(start, stop, held_rows)
+            # 2. Take the cheapest task that has enough, else all of the one that is cheapest per
+            #    pair.
+            suffices = available >= amount
+            if suffices.any():
+                task = int(np.where(suffices, cost, np.inf).argmin())
+            else:
+                cost_a_pair = cost / np.maximum(part, 1.0)
+                task = int(np.where(part > 0, cost_a_pair, np.inf).argmin())
+            taken_pairs = float(part[task])
+            amount -= taken_pairs
+            pairs_of_task[task] = pairs_of_task.get(task, 0.0) + taken_pairs
+            self._high[task] -= taken_pairs
+            self._stop[task] = row_reaching(float(self._high[task]), window)
+        return pairs_of_task
 
 
 def balancing_pass(
@@ -193,11 +210,7 @@ def balancing_pass(
     rounding = ROUNDING * float(tolerated.min(initial=np.inf))
     stays = np.ones(len(tasks), bool)
     stays[list(parts_of_task)] = False
-    cut_tasks: list[Task] = []
-    for index, parts in sorted(parts_of_task.items()):
-        document, start, stop, owner = tasks[index].tolist()
-        task = _CutTask(problem, document, start, stop, owner, price_of_giver[owner], rounding)
-        cut_tasks += task.divided(parts, held_rows.setdefault(document, {}))
+    cut_tasks = _divided(problem, tasks, parts_of_task, price_of_giver, held_rows, rounding)
     return merged(joined(tasks.compress(stays), np.array(cut_tasks, TASK)))
 
 
@@ -293,6 +306,7 @@ def _sources(
         # Pairs of the document up to where each task starts and stops.
         low = pairs(0, own_tasks["start"], problem.pair_window).astype(np.float64)
         high = pairs(0, own_tasks["stop"], problem.pair_window).astype(np.float64)
+        stock = Stock(price_of_giver[giver], low, high)
         listed = [task for task in range(first_own, stop) if documents[task] in held_rows]
         for taker, amount in flows_of_giver:
             # K/V rows that the taker has of each task's document: they need not travel.
@@ -300,101 +314,151 @@ def _sources(
             for task in listed:
                 rows = held_rows[documents[task]].get(taker, problem.origin)
                 rows_of_taker[task - first_own] = rows
-            taken_pairs = take(price_of_giver[giver], low, high, amount, rows_of_taker)
-            for index, part in taken_pairs.items():
+            for index, part in stock.take(amount, rows_of_taker).items():
                 parts_of_task.setdefault(first_own + index, []).append((part, taker))
     return parts_of_task
 
 
-@dataclass(frozen=True)
-class _CutTask:
+class _CutTask(NamedTuple):
     """Task that parts leave: rows [start, stop) of a document, computed by `owner` so far."""
 
-    problem: Problem
     document: int
     start: int
     stop: int
     owner: int
     price: Price
-    rounding: float  # pairs that rounding a cut may move
+    parts: list[Part]  # in the order of their rows
+    held_rows: list[float]  # of each part: the taker has the document's K/V rows up to this row
 
-    def divided(self, parts: list[Part], row_of_worker: dict[int, int]) -> list[Task]:
-        """Return tasks of the parts, side by side where they cost least, and of the rows left.
 
-        Args:
-            row_of_worker: up to which row workers have the document's K/V rows; raised by what they
-                get.
-        """
-        origin = self.problem.origin
-        # Small parts come first: the others then need fewer K/V rows. Takers that have K/V rows
-        # already come last.
-        parts = sorted(parts, key=lambda part: (row_of_worker.get(part[1], origin), part))
-        takers = [taker for _, taker in parts]
-        held_rows = np.array([float(row_of_worker.get(taker, origin)) for taker in takers])
-        cuts = self._cheapest_cuts([amount for amount, _ in parts], held_rows)
-        bounds = [self.start]
-        for row in cuts:
-            bounds.append(min(max(self._rounded(row), bounds[-1]), self.stop))
-        bounds.append(self.stop)
-        workers = [self.owner, *takers, self.owner]
-        tasks = []
-        for (start, stop), worker in zip(itertools.pairwise(bounds), workers, strict=True):
-            if start < stop:
-                tasks.append((self.document, start, stop, worker))
-                row_of_worker[worker] = max(row_of_worker.get(worker, 0), stop)
-        return tasks
+def _divided(
+    problem: Problem,
+    tasks: Table,
+    parts_of_task: dict[int, list[Part]],
+    price_of_giver: list[Price],
+    held_rows: dict[int, dict[int, int]],
+    rounding: float,
+) -> list[Task]:
+    """Return tasks of the parts, side by side where they cost least, and of the rows left.
 
-    def _rounded(self, row: float) -> int:
-        """Return a row at a block's boundary, or at a finer one where a block moves many pairs."""
-        pairs_a_row = min(row, self.problem.pair_window or row)
-        multiple = grain(self.problem.block, pairs_a_row, self.rounding)
-        return round(row / multiple) * multiple
+    Args:
+        parts_of_task: as `_sources` returns.
+        held_rows: as `_held_rows` returns.
+        rounding: pairs that rounding a cut may move.
+    """
+    # Tasks with equally many parts are divided together.
+    tasks_by_parts: dict[int, list[_CutTask]] = {}
+    for index, parts in sorted(parts_of_task.items()):
+        task: Task = tasks[index].tolist()
+        document, _, _, owner = task
+        row_of_worker = held_rows.get(document, {})
+        cut_task = _cut_task(task, price_of_giver[owner], parts, row_of_worker, problem.origin)
+        tasks_by_parts.setdefault(len(parts), []).append(cut_task)
+    divided: list[Task] = []
+    for cut_tasks in tasks_by_parts.values():
+        cuts_of_tasks = _cheapest_cuts(problem, cut_tasks)
+        for cut_task, cuts in zip(cut_tasks, cuts_of_tasks, strict=True):
+            divided += _at_rows(cut_task, [_rounded(row, problem, rounding) for row in cuts])
+    return divided
 
-    def _cheapest_cuts(self, amounts: list[float], held_rows: FloatArray) -> list[float]:
-        """Return [parts + 1] rows at which parts of [parts] pairs begin, and the last one ends.
 
-        Args:
-            held_rows: [parts] the taker of each part has the document's K/V rows up to this row.
-        """
-        window = self.problem.pair_window
-        low, high = pairs(0, self.start, window), pairs(0, self.stop, window)
-        pairs_before = np.cumsum([0.0, *amounts])
-        pairs_before *= min(1.0, (high - low) / pairs_before[-1])
-        # Search the start of the first part: coarse, then fine.
-        earliest = float(self.start)
-        latest = row_reaching(float(high - pairs_before[-1]), window)
-        for _ in range(2):
-            first = earliest + (latest - earliest) * SEARCHED
-            pairs_of_cuts = pairs_at(first, window)[:, None] + pairs_before
-            cuts = row_reaching(pairs_of_cuts, window).clip(self.start, self.stop)
-            cheapest = int(self._costs(cuts, held_rows).argmin())
-            earliest = float(first[max(cheapest - 1, 0)])
-            latest = float(first[min(cheapest + 1, len(first) - 1)])
-        cheapest_cuts: list[float] = cuts[cheapest].tolist()
-        return cheapest_cuts
+def _cut_task(
+    task: Task, price: Price, parts: list[Part], row_of_worker: Mapping[int, int], origin: int
+) -> _CutTask:
+    """Return a task with its parts in the order in which they lie side by side.
 
-    def _costs(self, cuts: FloatArray, held_rows: FloatArray) -> FloatArray:
-        """Return [places] the cost in bytes of cutting a task at [places, parts + 1] rows."""
-        problem = self.problem
-        block = self.problem.block
+    Small parts come first: the others then need fewer K/V rows. Takers that have K/V rows already
+    come last.
+
+    Args:
+        row_of_worker: up to which row workers have the document's K/V rows.
+    """
+    ordered = sorted((row_of_worker.get(part[1], origin), part) for part in parts)
+    held_rows = [float(row) for row, _ in ordered]
+    return _CutTask(*task, price, [part for _, part in ordered], held_rows)
+
+
+def _rounded(row: float, problem: Problem, rounding: float) -> int:
+    """Return a row at a block's boundary, or at a finer one where a block moves many pairs."""
+    pairs_a_row = min(row, problem.pair_window or row)
+    multiple = grain(problem.block, pairs_a_row, rounding)
+    return round(row / multiple) * multiple
+
+
+def _at_rows(task: _CutTask, cuts: Sequence[int]) -> list[Task]:
+    """Return the parts of a task that is cut at these rows, and what its owner keeps."""
+    bounds = [task.start]
+    for row in (*cuts, task.stop):
+        bounds.append(min(max(row, bounds[-1]), task.stop))
+    workers = [task.owner, *(taker for _, taker in task.parts), task.owner]
+    return [
+        (task.document, start, stop, worker)
+        for (start, stop), worker in zip(itertools.pairwise(bounds), workers, strict=True)
+        if start < stop
+    ]
+
+
+def _cheapest_cuts(problem: Problem, tasks: Sequence[_CutTask]) -> list[list[float]]:
+    """Return for each task the [parts + 1] rows at which its parts begin, and the last one ends.
+
+    Args:
+        tasks: with equally many parts.
+    """
+    window = problem.pair_window
+    start, stop = np.array([(task.start, task.stop) for task in tasks]).T
+    amounts = [(0.0, *(amount for amount, _ in task.parts)) for task in tasks]
+    pairs_before = np.array(amounts).T.cumsum(axis=0)  # [parts + 1, tasks]
+    low, high = pairs(0, start, window), pairs(0, stop, window)
+    pairs_before *= np.minimum(1.0, (high - low) / pairs_before[-1])
+    # Search the start of the first part of each task: coarse, then fine.
+    earliest = start.astype(np.float64)
+    latest = row_reaching(high - pairs_before[-1], window)
+    costs = _CutCosts(problem, tasks)
+    every = np.arange(len(tasks))
+    for _ in range(2):
+        first = earliest[:, None] + (latest - earliest)[:, None] * SEARCHED
+        cuts = row_reaching(pairs_at(first, window) + pairs_before[:, :, None], window)
+        cuts = np.minimum(np.maximum(cuts, start[:, None]), stop[:, None])
+        cheapest = costs.of(cuts).argmin(axis=1)
+        earliest = first[every, np.maximum(cheapest - 1, 0)]
+        latest = first[every, np.minimum(cheapest + 1, len(SEARCHED) - 1)]
+    rows: list[list[float]] = cuts[:, every, cheapest].T.tolist()
+    return rows
+
+
+class _CutCosts:
+    """Costs in bytes of cutting tasks that have equally many parts."""
+
+    def __init__(self, problem: Problem, tasks: Sequence[_CutTask]) -> None:
+        self._problem = problem
+        self._held_rows = np.array([task.held_rows for task in tasks]).T[:, :, None]
+        self._price = tasks[0].price  # prices differ by the bytes of Q and O alone
+        numbers = [(task.start, task.stop, task.price.row_bytes) for task in tasks]
+        self._start, self._stop, self._row_bytes = np.array(numbers).T[:, :, None]
+        lengths = problem.layout.lengths
+        ends = [task.stop == lengths[task.document] for task in tasks]
+        self._is_document_end = np.array(ends)[:, None]
+
+    def of(self, cuts: FloatArray) -> FloatArray:
+        """Return [tasks, places] the cost of cutting at [parts + 1, tasks, places] rows."""
+        problem, block = self._problem, self._problem.block
         # 1. Count the bytes of the parts.
-        starts = cuts[:, :-1]
-        stops = cuts[:, 1:]
-        costs = self.price.bytes_of(starts, stops, held_rows).sum(axis=1)
+        starts, stops = cuts[:-1], cuts[1:]
+        sent = (stops - starts) * self._row_bytes
+        costs = (sent + self._price.key_bytes(starts, stops, self._held_rows)).sum(axis=0)
         # 2. Forbid tasks smaller than a block, except at a document's end.
-        first_cut = cuts[:, 0]
-        last_cut = cuts[:, -1]
-        short_tasks = (stops - starts < block).sum(axis=1)
-        short_tasks += (first_cut > self.start + 1) & (first_cut < self.start + block)
-        if self.stop < problem.layout.lengths[self.document]:
-            short_tasks += (last_cut < self.stop - 1) & (last_cut > self.stop - block)
+        first_cut, last_cut = cuts[0], cuts[-1]
+        short_tasks = (stops - starts < block).sum(axis=0)
+        short_tasks += (first_cut > self._start + 1) & (first_cut < self._start + block)
+        is_short_rest = (last_cut < self._stop - 1) & (last_cut > self._stop - block)
+        short_tasks += is_short_rest & ~self._is_document_end
         forbidden = short_tasks * FORBIDDEN
         # 3. Of rests on both sides of the parts, the second one gathers its K/V rows once more.
         first_key: FloatArray | int = problem.origin
         if problem.window:
             first_key = np.maximum(last_cut - problem.window + 1, problem.origin)
-        rests_on_both_sides = (first_cut > self.start) & (last_cut < self.stop)
-        gathered = rests_on_both_sides * ((self.stop - first_key) * problem.gather_bytes)
+        rests_on_both_sides = (first_cut > self._start) & (last_cut < self._stop)
+        gathered = rests_on_both_sides * ((self._stop - first_key) * problem.gather_bytes)
         return np.asarray(costs + (forbidden + gathered))
 
 

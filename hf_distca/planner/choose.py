@@ -69,11 +69,12 @@ from hf_distca.predict.counts import CountedPlan, count_nano_batches
 from hf_distca.predict.walk import Walked, in_stages, predict_step
 
 GOOD_ENOUGH = 0.004
-"""A plan that saves less than this share of a step is not looked for."""
+"""A plan that saves less than this share of a step is not looked for, nor are further stages for
+waits of up to this share."""
 TOO_UNEVEN = 2.0
 """Seconds of the ranks with the costliest document, over those of ranks that finish together, from
 which on documents are not placed so. Over links of 1 GB/s, plans of up to 1.6 were the fastest."""
-FEW_WAITS = 0.02
+FEW_WAITS = 0.03
 """Share of a step up to which waits are few. A coarser tolerance, which saves waits alone, is not
 tried then."""
 NEAR_BOUND = 0.043
@@ -86,8 +87,6 @@ MANY_RANKS = 128
 """Ranks beyond which planning takes long: smaller groups and one nano-batch are then preferred."""
 EVEN_ENOUGH = 0.02
 """Share by which a placing of many ranks may be less even than the most even one."""
-HARDLY_WAITS = 0.002
-"""Share of a step up to which its waits are not worth further stages."""
 MOST_MOVES = 4096
 """Most moves of K/V rows, from a segment to a rank, over the root of the number of ranks, for which
 documents are divided over all ranks of several nodes. Planning more moves takes longer than all
@@ -477,7 +476,8 @@ class _Search:
             bound: of the candidate, before these seconds were known.
         """
         placing = candidate.placing
-        if candidate.division != "over all" or not self._spans_nodes(placing):
+        is_first = candidate.tolerance == self._settings.tolerances[0]
+        if candidate.division != "over all" or not is_first or not self._spans_nodes(placing):
             return []
         # With too many moves a plan takes long, so only one placing is tried.
         has_too_many_moves = self._has_too_many_moves(placing)
@@ -637,7 +637,7 @@ class _Search:
             staged, option = counts_of_stages[stages]
             step = predict_step(staged, layouts, self._costs, self._settings.node_of_ranks)
             steps.append((step, option))
-            if step.waits <= HARDLY_WAITS:
+            if step.waits <= GOOD_ENOUGH:
                 break
         return min(steps, key=lambda step_and_option: step_and_option[0].seconds)
 
@@ -668,8 +668,12 @@ class _Search:
             packed: the same documents, with nothing moved for balance.
         """
         nano_batches = fastest.nano_batches
-        options = (fastest.stages, *OTHER_STAGES[len(nano_batches)])
-        step, stages = self._fastest_stages(nano_batches, fastest.counts, options)
+        step, stages = fastest.step, fastest.stages
+        if step.waits > GOOD_ENOUGH:
+            options = OTHER_STAGES[len(nano_batches)]
+            other_step, other_stages = self._fastest_stages(nano_batches, fastest.counts, options)
+            if other_step.seconds < step.seconds:
+                step, stages = other_step, other_stages
         _, _, packed_step = self._predicted((packed,))
         choice = PlanChoice(
             group=max(fastest.candidate.placing.sizes),

@@ -6,10 +6,9 @@ from functools import cached_property
 from math import ceil
 
 import numpy as np
-from numpy.typing import NDArray
 
 from hf_distca.plan import AttentionKind, NanoBatch, Plan
-from hf_distca.plan.arrays import FloatArray, IntArray, Table
+from hf_distca.plan.arrays import BoolArray, FloatArray, IntArray, Table
 from hf_distca.plan.cost import RowBytes, pairs
 from hf_distca.plan.figures import RowsBetween, RowsMoved, rows_between
 from hf_distca.plan.intervals import row_counts
@@ -164,7 +163,7 @@ def _groups_of_tasks(tasks: Table, plan: Plan) -> tuple[Tasks, Tasks, Tasks]:
     diagonal = rows * np.minimum(rows, DIAGONAL_ROWS)
 
     def sums_over(
-        chosen: NDArray[np.bool_], keys: IntArray, pair_count: IntArray, diagonal_rows: IntArray
+        chosen: BoolArray, keys: IntArray, pair_count: IntArray, diagonal_rows: IntArray
     ) -> Tasks:
         """Return [workers] sums over the chosen tasks."""
 

@@ -30,9 +30,6 @@ from hf_distca.predict.counts import CountedPlan, count_nano_batches
 from hf_distca.predict.mixing_layers import CountedCuts, MixingLayers, count_cuts
 from hf_distca.predict.seconds import DIAGONAL_ROWS, KernelCost, Links, StepCosts, Tasks
 
-WALKED_LAYERS = 2
-"""Number of layers to walk. The last one counts: it begins while exchanges of the one before still
-end, as every layer in the middle of a model does."""
 MOMENT = 1e-12
 """Least seconds of a transfer, to avoid a division by zero."""
 
@@ -120,8 +117,15 @@ class LayerClocks:
         self._transfer_size = cache(self._count_transfer_size)
 
     def walked(self) -> Walked:
-        """Walk the layer until its time is settled."""
-        for _ in range(WALKED_LAYERS):
+        """Walk two layers, and return the second one.
+
+        It begins while exchanges of the first one still end, as every layer in the middle of a
+        model does.
+        """
+        walked = self._walk()
+        exchanges = any(counts.forward_bytes.any() for counts in self._nano_batches)
+        # Without exchanges all layers take equally long.
+        if exchanges or self._mixing is not None:
             walked = self._walk()
         return walked
 

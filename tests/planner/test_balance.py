@@ -11,7 +11,7 @@ from hf_distca.plan.cost import RowBytes, Workers, as_lengths, pairs, pairs_at, 
 from hf_distca.plan.figures import BETWEEN, bytes_by_link, loads_of
 from hf_distca.plan.intervals import grain
 from hf_distca.planner.balance import ideals_inside, tasks_of_workers
-from hf_distca.planner.balancing_pass import Price, Problem, plan_flows, take
+from hf_distca.planner.balancing_pass import Price, Problem, Stock, plan_flows
 from hf_distca.planner.layout import fixed_layout
 from hf_distca.planner.micro_batch import plan_micro_batch
 from hf_distca.planner.settings import PlanSettings
@@ -339,7 +339,7 @@ def test_sources_of_a_flow(stops, window, amount, held_rows, expected):
     price = Price(16384, 4096, window)
     low = np.zeros(len(stops))
     high = pairs(0, np.array(stops), window).astype(float)
-    assert take(price, low, high, amount, np.array(held_rows)) == expected
+    assert Stock(price, low, high).take(amount, np.array(held_rows)) == expected
 
 
 @pytest.mark.parametrize(

@@ -208,7 +208,9 @@ class _Units:
             if len(units) < count:
                 return self.share(length, work, min(2 * count, len(self._sizes)))
             units = np.sort(units)
-            ranks = expand(self._first_ranks[units], self._sizes[units])
+            ranks = units
+            if self._largest > 1:
+                ranks = expand(self._first_ranks[units], self._sizes[units])
         else:
             units = np.arange(len(self._sizes))
             ranks = np.arange(len(self.room))

@@ -250,11 +250,12 @@ def lay_out_in_groups(
             nano_batches = _two_nano_batches(lengths, documents, ranks)
         if len(nano_batches) < count:
             return None
-        node_sizes = np.bincount(nodes[first_rank : first_rank + ranks] - nodes[first_rank])
+        node_sizes = [ranks]
+        if ranks > 1:
+            group_nodes = nodes[first_rank : first_rank + ranks]
+            node_sizes = np.bincount(group_nodes - group_nodes[0]).tolist()
         for number, (division, members) in enumerate(zip(divisions, nano_batches, strict=True)):
-            division.place(
-                members, node_sizes.tolist(), first_rank=first_rank, is_second=number == 1
-            )
+            division.place(members, node_sizes, first_rank=first_rank, is_second=number == 1)
     # Documents that fit into no group belong to the first nano-batch.
     if placing.unplaced:
         room = np.full(settings.ranks, settings.rows_per_rank)

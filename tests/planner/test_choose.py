@@ -582,14 +582,32 @@ def test_groups_that_a_document_makes_too_uneven_are_left_out(monkeypatch, too_u
 
 def test_documents_are_tried_over_few_ranks_of_nodes_where_all_of_them_wait(search):
     over_all = Candidate(ACROSS, 1.0, "over all", 0.01, 1)
-    assert search.over_few(over_all, 1.2, 1.25) == []  # near the bound of its layout
-    (few,) = search.over_few(over_all, 1.2, 1.27)
+    assert search.over_few(over_all, 1.2, 1.23) == []  # near the bound of its layout
+    (few,) = search.over_few(over_all, 1.2, 1.25)
     assert (few.division, few.nano_batches, few.bound) == ("over few", 2, 1.0)
     assert search.over_few(over_all, 1.2, 2.0) == []  # they are tried once
     assert search.over_few(replace(over_all, placing=INSIDE), 1.2, 2.0) == []
     # Where every rank is a node, a plan near its bound is no measure.
     search._node_sizes = (1,) * 8
     assert search.over_few(replace(over_all, placing=replace(ACROSS)), 1.2, 1.2) != []
+
+
+def test_exchanges_between_nodes_raise_the_bound_of_a_layout(search):
+    for placing, division, share in (
+        (ACROSS, "over all", 0.007),
+        (ACROSS, "over few", 0.012),
+        (ACROSS, "as set", 0.0),
+        (INSIDE, "over all", 0.0),
+    ):
+        candidate = Candidate(placing, 1.0, division, 0.01, 1)
+        search._layouts[choose._layout_key(candidate)] = search._laid_out(
+            Candidate(ACROSS, 1.0, "over all", 0.01, 1)
+        )
+        bound = search.bound_of_layout(candidate)
+        assert search.least_seconds(candidate) == pytest.approx(bound * (1 + share))
+    for listed in search.in_groups():
+        share = 0.007 * (max(listed.placing.sizes) > 4)
+        assert listed.bound == pytest.approx(search._bound(listed.placing) * (1 + share))
 
 
 @pytest.mark.parametrize(

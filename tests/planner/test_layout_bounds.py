@@ -104,4 +104,4 @@ def test_no_plan_is_faster_than_its_layout_allows(lengths, bandwidth):
         for candidate in (listed, replace(listed, tolerance=0.1), replace(listed, nano_batches=2)):
             planned = search.planned(candidate)
             if planned is not None:
-                assert search.least_seconds(candidate) <= 1.01 * planned.seconds
+                assert search.bound_of_layout(candidate) <= 1.01 * planned.seconds

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from itertools import chain
+from itertools import chain, pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -199,7 +199,9 @@ def packed_in_order(
         twice_middles = 2 * stops - lengths
         rank_of_document = twice_middles * settings.ranks // (2 * stops[-1])
         first_documents = np.searchsorted(rank_of_document, np.arange(1, settings.ranks))
-        rank_lengths = [part.tolist() for part in np.split(lengths, first_documents)]
+        bounds = [0, *first_documents.tolist(), len(lengths)]
+        all_lengths = lengths.tolist()
+        rank_lengths = [all_lengths[first:stop] for first, stop in pairwise(bounds)]
     return _left_on_ranks(fixed_layout(rank_lengths, settings.ranks), settings, trees)
 
 

@@ -7,7 +7,7 @@ node exchanges rows inside nodes only. Smaller groups exchange less, larger ones
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
+from itertools import chain, pairwise
 
 import numpy as np
 
@@ -124,7 +124,8 @@ def place_in_groups(
     # Sort the documents by group; those that no group has room for come first.
     sorted_documents = np.argsort(group_of_document, kind="stable")
     group_starts = np.searchsorted(group_of_document[sorted_documents], np.arange(len(sizes)))
-    unplaced, *documents = np.split(sorted_documents, group_starts)
+    bounds = [0, *group_starts.tolist(), len(lengths)]
+    unplaced, *documents = (sorted_documents[start:stop] for start, stop in pairwise(bounds))
     return Placing(sizes, tuple(documents), tuple(unplaced.tolist()), np.array(bins.work))
 
 
@@ -311,7 +312,9 @@ def slack_of_groups(
 
     A rank may finish as late as the slowest group, plus the tolerance.
     """
-    tokens = np.array([lengths[documents].sum() for documents in placing.documents])
+    groups = len(placing.sizes)
+    group_of_document = np.repeat(np.arange(groups), list(map(len, placing.documents)))
+    tokens = np.bincount(group_of_document, lengths[np.concatenate(placing.documents)], groups)
     # Only core attention can be uneven: a group's spare time is measured in its seconds.
     attention = placing.seconds - costs.token * tokens / placing.sizes
     spare = placing.slowest * (1 + tolerance) - placing.seconds

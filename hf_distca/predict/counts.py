@@ -167,9 +167,11 @@ def _groups_of_tasks(tasks: Table, plan: Plan) -> tuple[Tasks, Tasks, Tasks]:
     ) -> Tasks:
         """Return [workers] sums over the chosen tasks."""
 
+        which = np.flatnonzero(chosen)
+        target = tasks["target"][which]
+
         def total(amount: IntArray) -> FloatArray:
-            sums = np.bincount(tasks["target"], amount * chosen, plan.workers)
-            return sums.astype(np.float64)
+            return np.bincount(target, amount[which].astype(np.float64), plan.workers)
 
         count = total(np.ones_like(rows))
         return Tasks(

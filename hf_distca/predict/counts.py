@@ -171,7 +171,7 @@ def _groups_of_tasks(tasks: Table, plan: Plan) -> tuple[Tasks, Tasks, Tasks]:
         target = tasks["target"][which]
 
         def total(amount: IntArray) -> FloatArray:
-            return np.bincount(target, amount[which].astype(np.float64), plan.workers)
+            return np.asarray(np.bincount(target, amount[which], plan.workers), np.float64)
 
         count = total(np.ones_like(rows))
         return Tasks(

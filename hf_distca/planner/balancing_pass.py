@@ -319,7 +319,7 @@ def _sources(
     return parts_of_task
 
 
-class _CutTask(NamedTuple):
+class CutTask(NamedTuple):
     """Task that parts leave: rows [start, stop) of a document, computed by `owner` so far."""
 
     document: int
@@ -347,7 +347,7 @@ def _divided(
         rounding: pairs that rounding a cut may move.
     """
     # Tasks with equally many parts are divided together.
-    tasks_by_parts: dict[int, list[_CutTask]] = {}
+    tasks_by_parts: dict[int, list[CutTask]] = {}
     for index, parts in sorted(parts_of_task.items()):
         task: Task = tasks[index].tolist()
         document, _, _, owner = task
@@ -364,7 +364,7 @@ def _divided(
 
 def _cut_task(
     task: Task, price: Price, parts: list[Part], row_of_worker: Mapping[int, int], origin: int
-) -> _CutTask:
+) -> CutTask:
     """Return a task with its parts in the order in which they lie side by side.
 
     Small parts come first: the others then need fewer K/V rows. Takers that have K/V rows already
@@ -375,7 +375,7 @@ def _cut_task(
     """
     ordered = sorted((row_of_worker.get(part[1], origin), part) for part in parts)
     held_rows = [float(row) for row, _ in ordered]
-    return _CutTask(*task, price, [part for _, part in ordered], held_rows)
+    return CutTask(*task, price, [part for _, part in ordered], held_rows)
 
 
 def _rounded(row: float, problem: Problem, rounding: float) -> int:
@@ -385,7 +385,7 @@ def _rounded(row: float, problem: Problem, rounding: float) -> int:
     return round(row / multiple) * multiple
 
 
-def _at_rows(task: _CutTask, cuts: Sequence[int]) -> list[Task]:
+def _at_rows(task: CutTask, cuts: Sequence[int]) -> list[Task]:
     """Return the parts of a task that is cut at these rows, and what its owner keeps."""
     bounds = [task.start]
     for row in (*cuts, task.stop):
@@ -398,7 +398,7 @@ def _at_rows(task: _CutTask, cuts: Sequence[int]) -> list[Task]:
     ]
 
 
-def _cheapest_cuts(problem: Problem, tasks: Sequence[_CutTask]) -> list[list[float]]:
+def _cheapest_cuts(problem: Problem, tasks: Sequence[CutTask]) -> list[list[float]]:
     """Return for each task the [parts + 1] rows at which its parts begin, and the last one ends.
 
     Args:
@@ -413,7 +413,7 @@ def _cheapest_cuts(problem: Problem, tasks: Sequence[_CutTask]) -> list[list[flo
     # Search the start of the first part of each task: coarse, then fine.
     earliest = start.astype(np.float64)
     latest = row_reaching(high - pairs_before[-1], window)
-    costs = _CutCosts(problem, tasks)
+    costs = CutCosts(problem, tasks)
     every = np.arange(len(tasks))
     for _ in range(2):
         first = earliest[:, None] + (latest - earliest)[:, None] * SEARCHED
@@ -426,10 +426,10 @@ def _cheapest_cuts(problem: Problem, tasks: Sequence[_CutTask]) -> list[list[flo
     return rows
 
 
-class _CutCosts:
+class CutCosts:
     """Costs in bytes of cutting tasks that have equally many parts."""
 
-    def __init__(self, problem: Problem, tasks: Sequence[_CutTask]) -> None:
+    def __init__(self, problem: Problem, tasks: Sequence[CutTask]) -> None:
         self._problem = problem
         self._held_rows = np.array([task.held_rows for task in tasks]).T[:, :, None]
         self._price = tasks[0].price  # prices differ by the bytes of Q and O alone

@@ -102,9 +102,9 @@ Division = Literal["over all", "over few", "as set"]
 """How long documents of a group are divided: over all of its ranks, or over few, see
 `hf_distca.planner.division`; or with the layout that the settings name."""
 ACROSS_NODES: Mapping[Division, float] = {"over all": 0.007, "over few": 0.012}
-"""Least share by which a step exceeds the bound of its layout where groups have ranks of several
-nodes, by the division of documents. In 2,000 plans for models from 1B to 70B, with windows and
-without, over links of 50 and 6 GB/s, no step exceeded its bound by less."""
+"""Least share by which a step exceeds the bound of its layout, by the division of documents, where
+groups have several nodes and nodes have several ranks. In 2,000 plans for models from 1B to 70B,
+with windows and without, over links of 50 and 6 GB/s, no step exceeded its bound by less."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -478,8 +478,9 @@ class _Search:
 
     def _with_exchanges(self, seconds: float, placing: Placing, division: Division) -> float:
         """Add what exchanges between nodes add at least to the seconds of a step."""
-        share = ACROSS_NODES.get(division, 0.0) if self._spans_nodes(placing) else 0.0
-        return seconds * (1 + share)
+        if max(self._node_sizes) == 1 or not self._spans_nodes(placing):
+            return seconds
+        return seconds * (1 + ACROSS_NODES.get(division, 0.0))
 
     def over_few(self, candidate: Candidate, bound: float, seconds: float) -> list[Candidate]:
         """List the candidate over few ranks that may be faster than one that takes so long.
@@ -490,8 +491,7 @@ class _Search:
             bound: of the candidate, before these seconds were known.
         """
         placing = candidate.placing
-        is_first = candidate.tolerance == self._settings.tolerances[0]
-        if candidate.division != "over all" or not is_first or not self._spans_nodes(placing):
+        if candidate.division != "over all" or not self._spans_nodes(placing):
             return []
         # With too many moves a plan takes long, so only one placing is tried.
         has_too_many_moves = self._has_too_many_moves(placing)

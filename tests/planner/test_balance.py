@@ -11,7 +11,15 @@ from hf_distca.plan.cost import RowBytes, Workers, as_lengths, pairs, pairs_at, 
 from hf_distca.plan.figures import BETWEEN, bytes_by_link, loads_of
 from hf_distca.plan.intervals import grain
 from hf_distca.planner.balance import ideals_inside, tasks_of_workers
-from hf_distca.planner.balancing_pass import Price, Problem, Stock, plan_flows
+from hf_distca.planner.balancing_pass import (
+    FORBIDDEN,
+    CutCosts,
+    CutTask,
+    Price,
+    Problem,
+    Stock,
+    plan_flows,
+)
 from hf_distca.planner.layout import fixed_layout
 from hf_distca.planner.micro_batch import plan_micro_batch
 from hf_distca.planner.settings import PlanSettings
@@ -340,6 +348,38 @@ def test_sources_of_a_flow(stops, window, amount, held_rows, expected):
     low = np.zeros(len(stops))
     high = pairs(0, np.array(stops), window).astype(float)
     assert Stock(price, low, high).take(amount, np.array(held_rows)) == expected
+
+
+def test_what_was_taken_is_not_taken_again():
+    """The first task has 200,500 of its 500,500 pairs left, up to row 633. The second task has 640
+    rows, and sends fewer bytes for as many pairs.
+    """
+    high = pairs(0, np.array([1000, 640])).astype(float)
+    stock, nothing = Stock(Price(16384, 4096, None), np.zeros(2), high), np.zeros(2, np.int64)
+    assert stock.take(3e5, nothing) == {0: 3e5}
+    assert stock.take(1e5, nothing) == {1: 1e5}
+
+
+@pytest.mark.parametrize(
+    ("length", "cuts", "forbidden"),
+    [
+        pytest.param(64, [40, 62], False, id="a-short-rest-ends-the-document"),
+        pytest.param(80, [40, 62], True, id="a-short-rest"),
+        pytest.param(80, [40, 44], True, id="a-short-part"),
+        pytest.param(80, [3, 40], True, id="a-short-beginning"),
+        pytest.param(80, [0, 64], False, id="everything-leaves"),
+        pytest.param(80, [40, 56], False, id="whole-blocks"),
+    ],
+)
+def test_tasks_smaller_than_a_block_are_forbidden_but_at_the_end_of_a_document(
+    length, cuts, forbidden
+):
+    settings = PlanSettings(2, 128, (AttentionKind(),), balance_block_size=8)
+    layout = fixed_layout([[length], [64]])
+    problem = Problem(layout, AttentionKind(), settings, Workers.uniform(2), tolerance=np.zeros(2))
+    task = CutTask(0, 0, 64, 0, Price(4, 1, None), [(100.0, 1)], [0.0])
+    places = np.array(cuts, float)[:, None, None]
+    assert (CutCosts(problem, [task]).of(places) >= FORBIDDEN).item() is forbidden
 
 
 @pytest.mark.parametrize(

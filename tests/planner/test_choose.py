@@ -605,9 +605,12 @@ def test_exchanges_between_nodes_raise_the_bound_of_a_layout(search):
         )
         bound = search.bound_of_layout(candidate)
         assert search.least_seconds(candidate) == pytest.approx(bound * (1 + share))
-    for listed in search.in_groups():
-        share = 0.007 * (max(listed.placing.sizes) > 4)
-        assert listed.bound == pytest.approx(search._bound(listed.placing) * (1 + share))
+    search = _Search(np.array([300, 60]), search._settings, partial(list))
+    (listed,) = search.in_groups()
+    assert max(listed.placing.sizes) == 8
+    assert listed.bound == pytest.approx(search._bound(listed.placing) * 1.007)
+    search._node_sizes = (1,) * 8  # no group lies inside a node
+    assert search.least_seconds(listed) == search.bound_of_layout(listed)
 
 
 @pytest.mark.parametrize(

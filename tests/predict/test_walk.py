@@ -121,6 +121,22 @@ def test_a_layer_begins_while_ranks_still_wait_in_the_one_before():
     assert (walked.seconds, walked.waited.tolist()) == (70, [10, 30])
 
 
+def test_the_second_of_two_layers_counts_where_mixing_layers_come_before():
+    """They may exchange rows where core attention moves nothing."""
+
+    class Mixing:
+        computed, waited, seconds = np.zeros(2), np.zeros(2), [4.0, 1.0]
+
+        def walk(self, clock):
+            return clock + self.seconds.pop(0)
+
+    kernel, parts = KernelCost(0, 0, 0, 1.0), [[NO_SECONDS]] * 2
+    clocks = LayerClocks(
+        [counted(local=(5, 7))], kernel, *parts, INSTANT, "forward", mixing=Mixing()
+    )
+    assert clocks.walked().seconds == 1 + 7
+
+
 def test_the_second_nano_batch_begins_the_backward():
     """Its local tasks, of 6 seconds, hide the 6 seconds for which 2 rows of do, o and q travel to
     rank 1.

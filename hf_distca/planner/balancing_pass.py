@@ -246,7 +246,7 @@ def _prices(problem: Problem, surplus: FloatArray) -> list[Price]:
 
 
 def _held_rows(problem: Problem, tasks: Table, surplus: FloatArray) -> dict[int, dict[int, int]]:
-    """Return up to which row each worker has, or will have, K/V rows: document -> worker -> row.
+    """Return up to which row each worker has K/V rows: document -> worker -> row.
 
     Only documents on several workers, one of which gives, are listed.
     """

@@ -127,7 +127,7 @@ def group_of(members: Mapping[str, Any], kind: Callable[..., Group]) -> Group:
     Raises:
         UnitError: there is no such member, or a value cannot be used.
     """
-    names = [member.name for member in fields(kind)]  # type: ignore[arg-type]
+    names = [member.name for member in fields(kind)]  # type: ignore[arg-type]  # a dataclass
     unknown = [name for name in members if name not in names]
     if unknown:
         raise UnitError(f"has no member {unknown[0]!r}; the members are {', '.join(names)}")

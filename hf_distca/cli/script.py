@@ -68,11 +68,11 @@ def _options_refused() -> Iterator[None]:
 
     # Parsers of transformers and TRL are made in the main function, so their base class is changed.
     before = argparse.ArgumentParser.error
-    argparse.ArgumentParser.error = refuse  # type: ignore[method-assign, assignment]
+    argparse.ArgumentParser.error = refuse  # type: ignore[method-assign, assignment]  # see above
     try:
         yield
     finally:
-        argparse.ArgumentParser.error = before  # type: ignore[method-assign]
+        argparse.ArgumentParser.error = before  # type: ignore[method-assign]  # see above
 
 
 def _end(sentence: str, code: int, *, prints: bool) -> NoReturn:

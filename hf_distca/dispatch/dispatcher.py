@@ -11,7 +11,6 @@ import torch
 from hf_distca.batches.limits import NO_LIMITS, Limits
 from hf_distca.batches.packed import REPLACED_BY_PLAN, checked_document_lengths, filler_batch
 from hf_distca.checks.plan_rules import Plans
-from hf_distca.checks.run_rules import Run
 from hf_distca.checks.step_rules import PlannedStep
 from hf_distca.dispatch.bound import BoundPlan, Runtime
 from hf_distca.dispatch.exchange import Exchange
@@ -20,7 +19,7 @@ from hf_distca.dispatch.host_copies import ActivationOffload, OffloadedForward
 from hf_distca.dispatch.process_groups import EXCHANGE_CTAS, Groups
 from hf_distca.dispatch.recorder import Recorder
 from hf_distca.dispatch.remote import RemoteWorkers
-from hf_distca.dispatch.world import RankMesh, first_difference
+from hf_distca.dispatch.world import RankMesh, check_alike
 from hf_distca.kernels import get_kernel
 from hf_distca.plan import PLAN_KEY, MicroBatchPlan
 from hf_distca.planner.micro_batch import plan_placed
@@ -94,9 +93,7 @@ class Dispatcher:
         with self.groups.raised_together(in_world=True):
             if settings.ranks != self.groups.ranks:
                 raise Plans.OTHER_RANKS.error(planned=settings.ranks, ranks=self.groups.ranks)
-            if difference := first_difference(settings_of_ranks):
-                name, by_rank = difference
-                raise Run.DIFFERENT_ARGUMENTS.error(name=name, by_rank=by_rank)
+            check_alike(settings_of_ranks)
         self.groups.connect_pods(pods_around(settings, self.groups.rank))
         self.groups.connect_nodes(settings.nodes)
         self.exchange = Exchange(self.groups)

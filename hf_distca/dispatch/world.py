@@ -1,4 +1,4 @@
-"""All processes of a launch, before the ranks that train together have groups of their own."""
+"""All processes of a launch, which agree on settings before ranks have process groups."""
 
 import logging
 import os
@@ -103,9 +103,7 @@ class World:
         Args:
             settings: settings of this process by name, with the same names everywhere.
         """
-        if difference := first_difference(self.all_gather(settings)):
-            name, by_rank = difference
-            raise Run.DIFFERENT_ARGUMENTS.error(name=name, by_rank=by_rank)
+        check_alike(self.all_gather(settings))
 
     def ranks_per_node(self, mesh: RankMesh | None = None) -> int | tuple[int, ...]:
         """Return how many of the ranks that train together share a node.
@@ -139,10 +137,8 @@ class World:
         return sizes[0] if len(set(sizes)) == 1 else sizes
 
 
-def first_difference(rank_settings: Sequence[Mapping[str, Any]]) -> tuple[str, str] | None:
-    """Return the first setting that differs between ranks, and its values with their ranks.
-
-    None if all are alike.
+def check_alike(rank_settings: Sequence[Mapping[str, Any]]) -> None:
+    """Raise ValueError with the first setting that differs between ranks, and its values.
 
     Args:
         rank_settings: settings of each rank by name, with the same names on all ranks.
@@ -153,8 +149,7 @@ def first_difference(rank_settings: Sequence[Mapping[str, Any]]) -> tuple[str, s
             ranks_by_value.setdefault(repr(settings[name]), []).append(rank)
         if len(ranks_by_value) > 1:
             values = [f"{value} on {_named(ranks)}" for value, ranks in ranks_by_value.items()]
-            return name, ", ".join(values)
-    return None
+            raise Run.DIFFERENT_ARGUMENTS.error(name=name, by_rank=", ".join(values))
 
 
 def _named(ranks: Sequence[int]) -> str:

@@ -205,7 +205,7 @@ def offload_activations(
     excess: int | None = None,
     hidden_bytes: int | None = None,
 ) -> None:
-    """Let activation checkpoints go to the host: all of them, or as many as must.
+    """Let activation checkpoints go to the host: of all layers, or of as many as do not fit.
 
     A collective of the world.
 
@@ -236,7 +236,7 @@ def offload_activations(
     mine = RankNeeds(socket.gethostname(), available_host_memory(), layer_bytes, excess or 0)
     needs_of_ranks = dispatcher.groups.all_gather(mine, in_world=True)
     possible = offloaded_layers(checkpointed)
-    layers = chosen_layers(needs_of_ranks, possible, all_must=excess is None)
+    layers = chosen_layers(needs_of_ranks, possible, all_layers=excess is None)
     if layers == 0:
         return
     # 2. Reserve host memory for the layers, and change the model.
@@ -253,18 +253,18 @@ def offload_activations(
         )
 
 
-def chosen_layers(needs_of_ranks: list[RankNeeds], possible: int, *, all_must: bool) -> int:
+def chosen_layers(needs_of_ranks: list[RankNeeds], possible: int, *, all_layers: bool) -> int:
     """Return how many layers' activation checkpoints go to the host, the same on every rank.
 
     Args:
         possible: number of layers that can.
-        all_must: whether all of them must; else only as many as training exceeds the memory by.
+        all_layers: whether all of these layers go; else as many as do not fit into the memory.
 
     Raises:
-        ValueError: all must, and a host has too little memory.
+        ValueError: all layers go, and a host has too little memory.
     """
     layers = possible
-    if not all_must:
+    if not all_layers:
         missing = max(-(-needs.excess // needs.layer_bytes) for needs in needs_of_ranks)
         layers = min(possible, missing)
     hosts = dict.fromkeys(needs.host for needs in needs_of_ranks)
@@ -283,7 +283,7 @@ def chosen_layers(needs_of_ranks: list[RankNeeds], possible: int, *, all_must: b
             ranks=len(ranks_there),
             fraction=HOST_LEFT,
         )
-        if all_must:
+        if all_layers:
             raise error
         logger.warning("%s", error)
         layers = fitting

@@ -356,13 +356,13 @@ class _Paths:
     path: IntArray  # [moves] path of each move of the first hop
     place: IntArray  # [moves] rows of the same path before the move
     size: IntArray  # [paths] rows
-    to_rank: BoolArray  # [paths] whether the path leads to a rank, not to a remote worker
+    ends_at_rank: BoolArray  # [paths] else the path ends at a remote worker
     turn: FloatArray  # [paths] fraction of a part by which a path is behind another one
 
     @staticmethod
     def build(first_hop: Table, forwards: Forwards, ranks: int) -> "_Paths":
         """Sort the moves of the first hop by path."""
-        readers = _sets_rows_of_readers(len(first_hop), forwards)
+        readers = _sets_of_readers(len(first_hop), forwards)
         keys = (
             first_hop["start"],
             first_hop["document"],
@@ -401,7 +401,7 @@ class _Paths:
         A path has a part in each stage, or fewer if parts would have less than `part_rows` rows.
         """
         # 1. Divide the rows of each path into parts of about equal rows.
-        parts = np.clip(self.size // part_rows, 1, np.where(self.to_rank, stages, 1))
+        parts = np.clip(self.size // part_rows, 1, np.where(self.ends_at_rank, stages, 1))
         path, nth = numbered(parts)
         even_start = self.size[path] * nth / parts[path] + self.turn[path] * (nth > 0)
         first_row = even_start.astype(np.int64)
@@ -409,7 +409,7 @@ class _Paths:
         ranges = table_of(ROWS, document=path, start=first_row, stop=stop)
         ranges["stop"][np.cumsum(parts) - 1] = self.size
         stage = ((nth + self.turn[path]) * stages / parts[path]).astype(np.int64)
-        stage *= self.to_rank[path]
+        stage *= self.ends_at_rank[path]
         has_rows = np.flatnonzero(row_counts(ranges))
 
         # 2. Cut the first hop's moves at the borders of these parts.
@@ -429,7 +429,7 @@ class _Paths:
         return first_hop, Forwards(expand(first_part[self.forwards.move], counts), reader)
 
 
-def _sets_rows_of_readers(moves: int, forwards: Forwards) -> IntArray:
+def _sets_of_readers(moves: int, forwards: Forwards) -> IntArray:
     """Return [moves] the set of ranks to which each move is forwarded, as bits of a number.
 
     In nodes of more than _RANKS_AS_BITS ranks two sets may have one number. Then rows of both are

@@ -358,7 +358,7 @@ def _divided(
     for cut_tasks in tasks_by_parts.values():
         cuts_of_tasks = _cheapest_cuts(problem, cut_tasks)
         for cut_task, cuts in zip(cut_tasks, cuts_of_tasks, strict=True):
-            divided += _at_rows(cut_task, [_rounded(row, problem, rounding) for row in cuts])
+            divided += _cut_at(cut_task, [_rounded(row, problem, rounding) for row in cuts])
     return divided
 
 
@@ -385,7 +385,7 @@ def _rounded(row: float, problem: Problem, rounding: float) -> int:
     return round(row / multiple) * multiple
 
 
-def _at_rows(task: CutTask, cuts: Sequence[int]) -> list[Task]:
+def _cut_at(task: CutTask, cuts: Sequence[int]) -> list[Task]:
     """Return the parts of a task that is cut at these rows, and what its owner keeps."""
     bounds = [task.start]
     for row in (*cuts, task.stop):
@@ -406,24 +406,26 @@ def _cheapest_cuts(problem: Problem, tasks: Sequence[CutTask]) -> list[list[floa
     """
     window = problem.pair_window
     start, stop = np.array([(task.start, task.stop) for task in tasks]).T
-    amounts = [(0.0, *(amount for amount, _ in task.parts)) for task in tasks]
-    pairs_before = np.array(amounts).T.cumsum(axis=0)  # [parts + 1, tasks]
+    pairs_of_parts = np.zeros((len(tasks), 1 + len(tasks[0].parts)))
+    for number, task in enumerate(tasks):
+        pairs_of_parts[number, 1:] = [amount for amount, _ in task.parts]
+    pairs_before = pairs_of_parts.T.cumsum(axis=0)  # [parts + 1, tasks]
     low, high = pairs(0, start, window), pairs(0, stop, window)
     pairs_before *= np.minimum(1.0, (high - low) / pairs_before[-1])
     # Search the start of the first part of each task: coarse, then fine.
     earliest = start.astype(np.float64)
     latest = row_reaching(high - pairs_before[-1], window)
     costs = CutCosts(problem, tasks)
-    every = np.arange(len(tasks))
+    task_numbers = np.arange(len(tasks))
     for _ in range(2):
         first = earliest[:, None] + (latest - earliest)[:, None] * SEARCHED
         cuts = row_reaching(pairs_at(first, window) + pairs_before[:, :, None], window)
         cuts = np.minimum(np.maximum(cuts, start[:, None]), stop[:, None])
         cheapest = costs.of(cuts).argmin(axis=1)
-        earliest = first[every, np.maximum(cheapest - 1, 0)]
-        latest = first[every, np.minimum(cheapest + 1, len(SEARCHED) - 1)]
-    rows: list[list[float]] = cuts[:, every, cheapest].T.tolist()
-    return rows
+        earliest = first[task_numbers, np.maximum(cheapest - 1, 0)]
+        latest = first[task_numbers, np.minimum(cheapest + 1, len(SEARCHED) - 1)]
+    cheapest_cuts: list[list[float]] = cuts[:, task_numbers, cheapest].T.tolist()
+    return cheapest_cuts
 
 
 class CutCosts:

@@ -103,7 +103,6 @@ class Bins:
         # Two heaps: bins that may have room for the item at hand, by preference; and bins that had
         # too little room for an earlier item, the one with the most room first.
         room, work, speeds, newest = self.room, self.work, self.speeds, self.newest
-        items = self._items
         ready = [(preference(number), number) for number in range(len(room))]
         heapify(ready)
         too_full: list[tuple[int, int]] = []
@@ -123,18 +122,15 @@ class Bins:
                 _, number = ready[0]
                 room[number] -= size
                 work[number] += cost / speeds[number]
-                newest[number] = items
-                items += 1
+                newest[number] = self._items
+                self._items += 1
                 heapreplace(ready, (preference(number), number))
             elif when_full is not None:
                 number = min(range(len(room)), key=when_full)
-                self._items = items
                 self.put(number, size, cost)
-                items += 1
             else:
                 number = NOWHERE
             chosen.append(number)
-        self._items = items
         bin_of_item[order] = chosen
         return bin_of_item
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from itertools import chain, pairwise
+from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
@@ -19,7 +19,7 @@ from hf_distca.plan import (
 from hf_distca.plan.arrays import IntArray
 from hf_distca.plan.cost import pairs
 from hf_distca.plan.figures import exchange_figures, loads_of
-from hf_distca.plan.intervals import local_tasks
+from hf_distca.plan.intervals import local_tasks, split_at
 from hf_distca.plan.stages import usual_stages, with_stages
 from hf_distca.planner.balance import balance
 from hf_distca.planner.bin_packing import split_documents, whole_documents
@@ -110,7 +110,7 @@ def lay_out_placed(rank_lengths: Sequence[Sequence[int]], settings: PlanSettings
     """
     lengths = lengths_of(rank_lengths)
     stops = np.cumsum([len(document_lengths) for document_lengths in rank_lengths])
-    documents_of_ranks = np.split(np.arange(len(lengths)), stops[:-1])
+    documents_of_ranks = split_at(np.arange(len(lengths)), stops[:-1])
     return _whole_on_ranks(lengths, documents_of_ranks, settings)
 
 
@@ -199,9 +199,7 @@ def packed_in_order(
         twice_middles = 2 * stops - lengths
         rank_of_document = twice_middles * settings.ranks // (2 * stops[-1])
         first_documents = np.searchsorted(rank_of_document, np.arange(1, settings.ranks))
-        bounds = [0, *first_documents.tolist(), len(lengths)]
-        all_lengths = lengths.tolist()
-        rank_lengths = [all_lengths[first:stop] for first, stop in pairwise(bounds)]
+        rank_lengths = [part.tolist() for part in split_at(lengths, first_documents)]
     return _left_on_ranks(fixed_layout(rank_lengths, settings.ranks), settings, trees)
 
 

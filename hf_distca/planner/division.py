@@ -209,7 +209,7 @@ class _Units:
                 return self.share(length, work, min(2 * count, len(self._sizes)))
             units = np.sort(units)
             ranks = units
-            if self._largest > 1:
+            if self._largest > 1:  # else a unit is a rank
                 ranks = expand(self._first_ranks[units], self._sizes[units])
         else:
             units = np.arange(len(self._sizes))

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from hf_distca.plan.arrays import FloatArray, IntArray
+from hf_distca.plan.intervals import split_at
 from hf_distca.planner.bin_packing import NOWHERE, largest_first
 from hf_distca.planner.rank_groups import Placing
 from hf_distca.planner.settings import PlanSettings
@@ -228,7 +229,7 @@ class _Table:
         pod_of_document = np.searchsorted(starts, self._first_block, side="right") - 1
         by_pod = np.argsort(pod_of_document, kind="stable")
         bounds = np.searchsorted(pod_of_document[by_pod], np.arange(1, len(starts)))
-        documents = np.split(by_pod, bounds)
+        documents = split_at(by_pod, bounds)
         sizes = np.add.reduceat(self._sizes, starts)
         speeds = np.add.reduceat(self._speeds, starts)
         work = np.bincount(pod_of_document, self._seconds, len(starts)) / speeds

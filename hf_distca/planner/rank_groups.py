@@ -7,12 +7,13 @@ node exchanges rows inside nodes only. Smaller groups exchange less, larger ones
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import chain, pairwise
+from itertools import chain
 
 import numpy as np
 
 from hf_distca.plan import AttentionKind, Layout, NanoBatch, Plan
 from hf_distca.plan.arrays import FloatArray, IntArray
+from hf_distca.plan.intervals import split_at
 from hf_distca.planner.balance import balance
 from hf_distca.planner.bin_packing import Bins, largest_first, ranks_of_whole, split_documents
 from hf_distca.planner.build import LaidOut, local_plan
@@ -124,8 +125,7 @@ def place_in_groups(
     # Sort the documents by group; those that no group has room for come first.
     sorted_documents = np.argsort(group_of_document, kind="stable")
     group_starts = np.searchsorted(group_of_document[sorted_documents], np.arange(len(sizes)))
-    bounds = [0, *group_starts.tolist(), len(lengths)]
-    unplaced, *documents = (sorted_documents[start:stop] for start, stop in pairwise(bounds))
+    unplaced, *documents = split_at(sorted_documents, group_starts)
     return Placing(sizes, tuple(documents), tuple(unplaced.tolist()), np.array(bins.work))
 
 

@@ -166,12 +166,11 @@ def _groups_of_tasks(tasks: Table, plan: Plan) -> tuple[Tasks, Tasks, Tasks]:
         chosen: BoolArray, keys: IntArray, pair_count: IntArray, diagonal_rows: IntArray
     ) -> Tasks:
         """Return [workers] sums over the chosen tasks."""
-
-        which = np.flatnonzero(chosen)
-        target = tasks["target"][which]
+        numbers = np.flatnonzero(chosen)
+        target = tasks["target"][numbers]
 
         def total(amount: IntArray) -> FloatArray:
-            return np.asarray(np.bincount(target, amount[which], plan.workers), np.float64)
+            return np.asarray(np.bincount(target, amount[numbers], plan.workers), np.float64)
 
         count = total(np.ones_like(rows))
         return Tasks(

@@ -97,11 +97,19 @@ def make_dispatcher(
         if checkpointed is None:
             checkpointed = layers_with_checkpoints(model)
     world.check_alike(config.of_all_ranks())
-    launch = {"ranks": len(mesh_ranks(mesh)), "ranks_per_node": world.ranks_per_node(mesh)}
+    nodes = world.ranks_per_node(mesh)
     # 2. Describe the run. What follows reads the run, not the settings.
-    facts = {"checkpointing": {} if checkpointed else None, **launch, **facts}
+    facts = {"checkpointing": {} if checkpointed else None, **facts}
     with world.raised_together():
-        run = describe_run(model, config, device=device, dtype=dtype, **facts)
+        run = describe_run(
+            model,
+            config,
+            ranks=len(mesh_ranks(mesh)),
+            device=device,
+            dtype=dtype,
+            ranks_per_node=nodes,
+            **facts,
+        )
     # 3. Connect the ranks, and measure the costs by which plans are chosen.
     dispatcher = Dispatcher(run.plans, device, mesh, exchange_timeout=world.limit_s)
     if dispatcher.groups.members == [0] and not run.has_remote_workers:
@@ -160,14 +168,16 @@ def pack_padded(
     else:
         with dispatcher.groups.raised_together():
             prepare_model(model, dispatcher.run)
-    shares = shares_prefixes(
-        dispatcher.run.share_prefixes,
-        why_sequences_share_nothing(model),
-        dispatcher.groups.rank,
-    )
+    shares = sequences_share_prefixes(model, dispatcher)
     batches = PaddedBatches(dispatcher, share_prefixes=shares, image_model=image_model(model))
     pack_backbone(model, batches)
     return dispatcher
+
+
+def sequences_share_prefixes(model: PreTrainedModel, dispatcher: Dispatcher) -> bool:
+    """Return whether sequences of a model's padded batches share prefixes; rank 0 logs why not."""
+    reason = why_sequences_share_nothing(model)
+    return shares_prefixes(dispatcher.run.share_prefixes, reason, dispatcher.groups.rank)
 
 
 def _pods_of_padded(config: DistCAConfig) -> dict[str, int]:

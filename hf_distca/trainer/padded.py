@@ -7,9 +7,12 @@ from torch import Tensor, nn
 
 from hf_distca.dispatch.padded_rows import OneMicroBatch, PackedBatch, PaddedBatches
 from hf_distca.models.images import image_model
-from hf_distca.models.sharing import shares_prefixes, why_sequences_share_nothing
 from hf_distca.patches.padded_models import pack_backbone
-from hf_distca.trainer.assembly import gathers_whole_layers, pack_padded
+from hf_distca.trainer.assembly import (
+    gathers_whole_layers,
+    pack_padded,
+    sequences_share_prefixes,
+)
 from hf_distca.trainer.parallel import gathers_parameters
 from hf_distca.trainer.planned import PlannedTraining
 
@@ -50,11 +53,7 @@ class DistCAPaddedMixin(PlannedTraining):
         self._is_packed = True
         self._prepare_planned()
         dispatcher = self.dispatcher
-        self._shares_prefixes = shares_prefixes(
-            dispatcher.run.share_prefixes,
-            why_sequences_share_nothing(self.model),
-            dispatcher.groups.rank,
-        )
+        self._shares_prefixes = sequences_share_prefixes(self.model, dispatcher)
         batches = PaddedBatches(
             dispatcher,
             self._count,

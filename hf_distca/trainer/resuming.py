@@ -22,7 +22,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from hf_distca.checks.refusal import SentenceError
-from hf_distca.checks.run_rules import Resume, Run
+from hf_distca.checks.run_rules import Resume
 from hf_distca.collator.documents import is_stream
 from hf_distca.collator.micro_batch_choice import draws_for_whole_ranks
 from hf_distca.collator.place import (
@@ -40,7 +40,7 @@ from hf_distca.collator.place import (
 )
 from hf_distca.dispatch.dispatcher import Dispatcher
 from hf_distca.dispatch.process_groups import Groups
-from hf_distca.dispatch.world import first_difference
+from hf_distca.dispatch.world import check_alike
 from hf_distca.trainer.arguments import DistCAPaddedArguments
 from hf_distca.trainer.loaders import PackedLoaders
 
@@ -275,10 +275,7 @@ def check_agreement(args: DistCAPaddedArguments, dispatcher: Dispatcher) -> None
     """
     values: dict[str, Any] = {name: getattr(args, name, None) for name in AGREED}
     values |= _sampling_order(args)
-    difference = first_difference(dispatcher.groups.all_gather(values, in_world=True))
-    if difference is not None:
-        name, values_of_ranks = difference
-        raise Run.DIFFERENT_ARGUMENTS.error(name=name, by_rank=values_of_ranks)
+    check_alike(dispatcher.groups.all_gather(values, in_world=True))
 
 
 def _sampling_order(args: DistCAPaddedArguments) -> DataOrder:

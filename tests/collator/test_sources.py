@@ -368,7 +368,7 @@ def test_a_file_without_rows(tmp_path, name, content):
 
 def test_lines_are_no_documents(tmp_path):
     with refused(Source.NO_WAY_TO_DIVIDE, given="line"):
-        load_documents(file(tmp_path, "a.txt", "one\n"), sample_by="line")  # type: ignore[arg-type]
+        load_documents(file(tmp_path, "a.txt", "one\n"), sample_by="line")  # type: ignore[arg-type]  # refused
 
 
 def test_an_error_of_the_disk_is_raised_as_it_is(tmp_path, monkeypatch):

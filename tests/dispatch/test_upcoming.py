@@ -80,7 +80,7 @@ def _batches(names: str, error: Exception | None = None) -> Iterator[dict[str, A
 
 
 def test_the_next_step_is_read_and_no_more():
-    upcoming = UpcomingBatches(Planner(0))  # type: ignore[arg-type]
+    upcoming = UpcomingBatches(Planner(0))  # type: ignore[arg-type]  # a stand-in
     loader = _batches("abcdefg")
     steps = _steps(upcoming, loader, 2, planned=True)
     assert next(steps) == ["a", "b"]
@@ -93,7 +93,7 @@ def test_the_next_step_is_read_and_no_more():
 
 
 def test_the_last_step_of_a_data_set_may_have_fewer_micro_batches():
-    upcoming = UpcomingBatches(Planner(0))  # type: ignore[arg-type]
+    upcoming = UpcomingBatches(Planner(0))  # type: ignore[arg-type]  # a stand-in
     assert list(_steps(upcoming, _batches("abc"), 2, planned=True)) == [["a", "b"], ["c"]]
 
 

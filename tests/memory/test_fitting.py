@@ -65,15 +65,15 @@ def needs(host: str, available: int, excess: int = 0, layer: int = GB) -> RankNe
     ],
 )
 def test_as_many_layers_as_do_not_fit_and_as_the_host_holds(of_ranks, asked, expected):
-    assert chosen_layers(of_ranks, 34, all_must=asked is True) == expected
+    assert chosen_layers(of_ranks, 34, all_layers=asked is True) == expected
 
 
 def test_a_host_with_too_little_memory(caplog):
     of_ranks = 2 * [needs("a", 20 * GB, excess=50 * GB)]
     values = {"layers": 34, "host": "a", "needed": "72.6", "available": "18.0", "ranks": 2}
     with refused(Capacity.HOST_MEMORY, **values):
-        chosen_layers(of_ranks, 34, all_must=True)
-    chosen_layers(of_ranks, 34, all_must=False)
+        chosen_layers(of_ranks, 34, all_layers=True)
+    chosen_layers(of_ranks, 34, all_layers=False)
     (record,) = caplog.records
     assert record.levelname == "WARNING"
 
